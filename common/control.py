@@ -1,0 +1,245 @@
+"""A node's end of the control plane: one connection to each proxy, kept alive and in order.
+
+    dial -> Hello until Welcome -> joined: messages both ways, Status every heartbeat
+    gap in the proxy's sequence, Rehello, or another proxy instance at the address -> Hello again, with a snapshot
+    silence past the lease -> the proxy is lost: its requests are the node's to abort; Hello until it is back
+
+`ProxyLink` decides and is pure; `ControlClient` owns the sockets. Neither knows what the messages ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from common import messages as m
+from common.clock import Clock, SystemClock
+from common.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+HELLO_INTERVAL_SECONDS = 0.5
+FIRST_LEASE_SECONDS = 5.0
+SEND_HIGH_WATER_MARK = 10_000
+
+
+class ControlHandler(Protocol):
+    """What a node does with its control connections. Called on the event loop; must not block."""
+
+    def hello(self, proxy_id: str) -> m.Hello:
+        """Who this node is, and the requests of this proxy that it holds ("" for an unknown proxy)."""
+        ...
+
+    def status(self) -> m.Status: ...
+
+    def received(self, proxy_id: str, message: m.ProxyMessage) -> None: ...
+
+    def acknowledged(self, proxy_id: str, sequence: int) -> None:
+        """The proxy has everything up to this sequence."""
+        ...
+
+    def proxy_lost(self, proxy_id: str) -> None:
+        """The proxy was silent past its lease, or another instance took its address."""
+        ...
+
+
+@dataclass
+class Delivery:
+    """What a received message leads to: hand it over or not, say Hello or not, and whom we lost by it."""
+
+    message: m.ProxyMessage | None = None
+    needs_hello: bool = False
+    lost_proxy_id: str | None = None
+
+
+class ProxyLink:
+    """State of the connection to one proxy address. Pure: times are passed in, nothing is sent from here."""
+
+    def __init__(self, instance_id: str, now: float) -> None:
+        self._instance_id = instance_id
+        self.proxy_id = ""
+        self.is_joined = False
+        self.heartbeat_seconds = 1.0
+        self.lease_seconds = FIRST_LEASE_SECONDS
+        self.refusal: str | None = None
+        self._sent = 0
+        self._received = 0
+        self._last_heard = now
+
+    def envelope(self) -> m.Envelope:
+        """Header of the next message to the proxy."""
+        self._sent += 1
+        return m.Envelope(self._instance_id, self.proxy_id, self._sent, self._received)
+
+    @property
+    def last_sent(self) -> int:
+        return self._sent
+
+    def accept(self, envelope: m.Envelope, message: m.ProxyMessage, now: float) -> Delivery:
+        if envelope.receiver != self._instance_id:
+            return Delivery()  # meant for an earlier process at this address
+        lost = self._note_sender(envelope.sender)
+        self._last_heard = now
+        has_gap = self._received and envelope.sequence != self._received + 1
+        self._received = envelope.sequence
+        if isinstance(message, m.Welcome):
+            self._join(message)
+            return Delivery(lost_proxy_id=lost)
+        if isinstance(message, m.Refused):
+            self.is_joined = False
+            self.refusal = message.reason
+            return Delivery(message, lost_proxy_id=lost)
+        if isinstance(message, m.Rehello) or has_gap or not self.is_joined:
+            # After a gap this message is still good: the snapshot that follows tells what we hold, this one included.
+            return Delivery(message if self.is_joined else None, needs_hello=True, lost_proxy_id=lost)
+        return Delivery(message, lost_proxy_id=lost)
+
+    def expire(self, now: float) -> str | None:
+        """The proxy that was lost by its silence, once."""
+        if not self.is_joined or now - self._last_heard <= self.lease_seconds:
+            return None
+        return self._forget()
+
+    def _note_sender(self, sender: str) -> str | None:
+        lost = self._forget() if self.proxy_id and sender != self.proxy_id else None
+        self.proxy_id = sender
+        return lost
+
+    def _forget(self) -> str | None:
+        lost = self.proxy_id if self.is_joined else None
+        self.proxy_id, self.is_joined, self._received = "", False, 0
+        return lost
+
+    def _join(self, welcome: m.Welcome) -> None:
+        self.is_joined = True
+        self.refusal = None
+        self.heartbeat_seconds = welcome.heartbeat_seconds
+        self.lease_seconds = welcome.lease_seconds
+
+
+class _Connection:
+    def __init__(self, endpoint: str, socket: zmq.asyncio.Socket, link: ProxyLink) -> None:
+        self.endpoint = endpoint
+        self.socket = socket
+        self.link = link
+        self.logged_refusal: str | None = None
+
+
+class ControlClient:
+    """The node's control connections. All methods belong to the event loop that runs `run`."""
+
+    def __init__(
+        self, instance_id: str, endpoints: Iterable[str], handler: ControlHandler, clock: Clock | None = None
+    ) -> None:
+        self._instance_id = instance_id
+        self._endpoints = list(endpoints)
+        self._handler = handler
+        self._clock = clock or SystemClock()
+        self._context = zmq.asyncio.Context()
+        self._connections: list[_Connection] = []
+        self.num_bad_messages = 0
+
+    async def run(self) -> None:
+        """Serves all connections until cancelled; then says nothing more (see `goodbye`)."""
+        self._connections = [self._dial(endpoint) for endpoint in self._endpoints]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for connection in self._connections:
+                    group.create_task(self._receive(connection))
+                    group.create_task(self._beat(connection))
+        finally:
+            for connection in self._connections:
+                connection.socket.close(linger=200)
+            self._connections = []
+            self._context.destroy(linger=200)
+
+    def send(self, proxy_id: str, message: m.NodeMessage) -> int | None:
+        """Sends to one proxy; the message's sequence, or None when it is not joined."""
+        for connection in self._connections:
+            if connection.link.is_joined and connection.link.proxy_id == proxy_id:
+                self._send(connection, message)
+                return connection.link.last_sent
+        return None
+
+    def broadcast(self, message: m.NodeMessage) -> None:
+        for connection in self._connections:
+            if connection.link.is_joined:
+                self._send(connection, message)
+
+    @property
+    def num_joined(self) -> int:
+        return sum(c.link.is_joined for c in self._connections)
+
+    @property
+    def refusals(self) -> list[str]:
+        return [c.link.refusal for c in self._connections if c.link.refusal]
+
+    def _dial(self, endpoint: str) -> _Connection:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.connect(endpoint)
+        return _Connection(endpoint, socket, ProxyLink(self._instance_id, self._clock.now()))
+
+    async def _receive(self, connection: _Connection) -> None:
+        while True:
+            frames = await connection.socket.recv_multipart()
+            try:
+                envelope, message = m.decode_from_proxy(frames)
+            except PeerError as error:
+                self.num_bad_messages += 1
+                log.warning("dropped a message from %s: %s", connection.endpoint, error)
+                continue
+            self._deliver(connection, envelope, message)
+
+    def _deliver(self, connection: _Connection, envelope: m.Envelope, message: m.ProxyMessage) -> None:
+        was_joined = connection.link.is_joined
+        delivery = connection.link.accept(envelope, message, self._clock.now())
+        if delivery.lost_proxy_id:
+            self._lose(connection, delivery.lost_proxy_id)
+        if connection.link.is_joined and not was_joined:
+            log.info("joined proxy %s at %s", connection.link.proxy_id, connection.endpoint)
+        if connection.link.is_joined:
+            self._handler.acknowledged(connection.link.proxy_id, envelope.received)
+        self._note_refusal(connection)
+        if delivery.message is not None:
+            self._handler.received(connection.link.proxy_id, delivery.message)
+        if delivery.needs_hello:
+            self._send(connection, self._handler.hello(connection.link.proxy_id))
+
+    def _note_refusal(self, connection: _Connection) -> None:
+        refusal = connection.link.refusal
+        if refusal and refusal != connection.logged_refusal:
+            log.error("refused by the proxy at %s: %s", connection.endpoint, refusal)
+        connection.logged_refusal = refusal
+
+    async def _beat(self, connection: _Connection) -> None:
+        link = connection.link
+        while True:
+            if lost := link.expire(self._clock.now()):
+                self._lose(connection, lost)
+            if link.is_joined:
+                self._send(connection, self._handler.status())
+            else:
+                self._send(connection, self._handler.hello(link.proxy_id))
+            await asyncio.sleep(link.heartbeat_seconds if link.is_joined else HELLO_INTERVAL_SECONDS)
+
+    def _lose(self, connection: _Connection, proxy_id: str) -> None:
+        log.warning("lost proxy %s at %s", proxy_id, connection.endpoint)
+        self._handler.proxy_lost(proxy_id)
+
+    def _send(self, connection: _Connection, message: m.NodeMessage) -> None:
+        frames = m.encode(connection.link.envelope(), message)
+        sent = connection.socket.send_multipart(frames, zmq.NOBLOCK)  # done at once: sent, or failed with Again
+        if sent.exception() is not None:  # the sequence moved on: the proxy will see the gap and ask for a snapshot
+            log.warning("queue to the proxy at %s is full; dropped a %s", connection.endpoint, type(message).__name__)

@@ -1,0 +1,88 @@
+"""A request inside an engine: three things (prompt, parameters, outputs so far) and how far its KV has come.
+
+`num_computed_tokens` is the one number that all scheduling works on: each step lets it catch up with `num_tokens`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.block_hash import BlockHash
+from common.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    WAITING_FOR_KV = "waiting_for_kv"  # blocks reserved, another node's KV on its way into them
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # blocks dropped, waits to be computed again
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence of tokens that an engine computes.
+
+    params: None for a computation on a prefill node, which ends when its tokens are computed.
+    wants_remote_kv: its prompt's KV will be fetched: the scheduler reserves blocks and does not compute.
+    want_all_hidden: hidden states of all tokens are wanted, not only of the last (no prefix hits are used then).
+    num_cached_tokens: tokens whose KV was found in this node's prefix cache at first admission.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset()
+    max_num_tokens: int = 2**31
+    cache_salt: str = ""
+    priority: int = 0
+    arrival_time: float = 0.0
+    wants_remote_kv: bool = False
+    want_all_hidden: bool = False
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.all_token_ids: list[int] = [*self.prompt_token_ids, *self.output_token_ids]
+
+    def append_output(self, token_id: int) -> None:
+        self.output_token_ids.append(token_id)
+        self.all_token_ids.append(token_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def is_compute_only(self) -> bool:
+        return self.params is None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.value}, computed {self.num_computed_tokens}/{self.num_tokens},"
+            f" outputs {len(self.output_token_ids)})"
+        )

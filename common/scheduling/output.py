@@ -1,0 +1,109 @@
+"""What the scheduler asks of a step, and what the step gives back. Plain data; no torch.
+
+The scheduler, the runner and the engine meet here: `Scheduler.schedule() -> SchedulerOutput`,
+`Runner.execute(SchedulerOutput, ...) -> StepResult`, `Scheduler.update(SchedulerOutput, StepResult)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from common.messages import TokenLogprobs
+    from common.request import Request
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """One request's rows of a step.
+
+    start: position of the first row (= num_computed_tokens when scheduled).
+    num_tokens: rows; token ids are request.all_token_ids[start : start + num_tokens].
+    block_table: block ids from position 0 on, covering at least start + num_tokens slots. A row at position p is
+        written to slot block_table[p // block_size] * block_size + p % block_size and attends positions 0 .. p.
+    is_last_chunk: after this step the request has caught up: sample an output (or, for a computation, return the
+        last row's hidden state).
+    recompute_only: the single row's KV is already in the (possibly shared) block; it is read and not written: its
+        KV write goes to block 0, the null block, and attention reads the cached value.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_table: Sequence[int]
+    is_last_chunk: bool
+    recompute_only: bool = False
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """One flat batch, and bookkeeping that happened while it was made.
+
+    scheduled: rows to compute; may be empty.
+    copies: (source block, destination block) pairs to copy before the forward pass (copy-on-write).
+    reserved: requests that now wait for another node's KV, their blocks allocated.
+    revoked: reservations that must give up their blocks (blocks stay theirs until `release_reservation`).
+    preempted: requests whose blocks were dropped.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    reserved: tuple[Request, ...] = ()
+    revoked: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """sampled: by request id, for every caught-up request that has params, and for submitted hidden rows.
+    hidden: by request id, float32 [num_rows, hidden_size] after the last norm: the last row of a caught-up
+        computation, or all rows of this chunk when `want_all_hidden`.
+    is_cancelled: the step was left between two layers; nothing in it counts as computed.
+    """
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    hidden: dict[str, np.ndarray] = field(default_factory=dict)
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class HiddenRow:
+    """A hidden state computed elsewhere, from which this engine samples the request's next output.
+
+    row: float32 [hidden_size], after the model's last norm.
+    """
+
+    request: Request
+    row: np.ndarray
+
+
+class Runner(Protocol):
+    """Executes steps: the model runner, or in tests a scripted one."""
+
+    def execute(self, batch: SchedulerOutput, inbox: Inbox, should_cancel: CancelCheck) -> StepResult: ...
+
+
+class Inbox(Protocol):
+    def take(self) -> list[HiddenRow]:
+        """Rows that arrived so far; polled just before the head so that they join the step in flight."""
+        ...
+
+
+class CancelCheck(Protocol):
+    def __call__(self) -> bool:
+        """Polled between layers: True when nobody wants this step's result any more."""
+        ...

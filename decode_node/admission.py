@@ -1,0 +1,239 @@
+"""How one request's KV comes to a decode node: from its sources in turn, or by computing it here.
+
+    no sources ------------------------------------------------------------> the engine computes it
+    fetch opened, zero credit --reserved--> granted --all blocks in--------> adopted: RUNNING
+                       |                      |  \\--fetch failed: next source, else adopt what is complete
+                       |                      \\--revoked: cancel, fence, give the blocks back, fetch anew
+                       \\--hidden row--> the engine samples the next output, with or without the blocks
+
+It knows neither sockets nor tensors; every method is called on the node's event loop, and none blocks. The blocks of
+an ended request go back only after its fetch's `ended`, which is the fence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from common.messages import Source
+from common.request import Request
+from kvtransfer.store import FetchHandle, FetchListener, FetchRequest, HiddenMode
+
+log = logging.getLogger(__name__)
+
+
+class EngineSide(Protocol):
+    """The engine's commands that an admission uses (see AsyncEngine)."""
+
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def adopt(self, request_id: str, num_computed_tokens: int) -> None: ...
+    def add_hidden(self, request_id: str, row: np.ndarray) -> None: ...
+    def cancel_remote(self, request_id: str) -> None: ...
+    def release_reservation(self, request_id: str) -> None: ...
+
+
+OpenFetch = Callable[[Source, FetchRequest, FetchListener], FetchHandle]
+Post = Callable[..., None]
+
+
+class Admission:
+    """One request on its way to RUNNING, and the fetch it may still hold afterwards."""
+
+    def __init__(
+        self,
+        request: Request,
+        sources: Sequence[Source],
+        *,
+        engine: EngineSide,
+        open_fetch: OpenFetch,
+        post: Post,
+        block_size: int,
+        queue_seconds: float,
+    ) -> None:
+        self.request = request
+        self.num_source_cached_tokens = 0
+        self.num_failed_fetches = 0
+        self._tokens: list[int] = list(request.all_token_ids)
+        self._sources = list(sources)
+        self._engine = engine
+        self._open_fetch = open_fetch
+        self._post = post
+        self._block_size = block_size
+        self._queue_seconds = queue_seconds
+        self._fetch: FetchHandle | None = None
+        self._fetch_number = 0
+        self._block_ids: list[int] | None = None  # reserved for this request, None before and after
+        self._num_complete_blocks = 0
+        self._held_row: np.ndarray | None = None  # a hidden row that came before the reservation
+        self._has_output = False  # the next output was sampled from a hidden row
+        self._is_revoked = False
+        self._is_over = False
+
+    # --- told by the node ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.request.wants_remote_kv = bool(self._sources)
+        self._engine.add(self.request)
+        if self._sources:
+            self._open()
+
+    def end(self) -> None:
+        """The request finished, failed or was aborted. Blocks it still waits for go back after the fence."""
+        self._is_over = True
+        if self._fetch is not None:
+            self._fetch.cancel()
+        else:
+            self._engine.release_reservation(self.request.request_id)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over and self._fetch is None
+
+    # --- told by the engine --------------------------------------------------------------------------------------
+
+    def reserved(self, num_cached_tokens: int, block_ids: Sequence[int]) -> None:
+        """Blocks for all tokens are ours; the first ones hold what the local prefix cache had."""
+        if self._is_over:
+            return
+        self._block_ids = list(block_ids)
+        self._num_complete_blocks = num_cached_tokens // self._block_size
+        if self._held_row is not None:
+            self._submit(self._held_row)
+        if self._fetch is None:
+            self._adopt()
+        elif self._num_missing_tokens() < self._block_size:
+            self._sources.clear()  # less than a block is quicker computed than fetched
+            self._fetch.cancel()
+        else:
+            self._grant()
+
+    def revoked(self) -> None:
+        """A running request needs our blocks: give them back, and start over when there is room."""
+        self._is_revoked = True
+        if self._fetch is not None:
+            self._fetch.cancel()
+        else:
+            self._give_back()
+
+    # --- told by the fetch (through the event loop) ----------------------------------------------------------------
+
+    def fetch_accepted(self, number: int, num_cached_tokens: int) -> None:
+        if number == self._fetch_number:
+            self.num_source_cached_tokens = max(self.num_source_cached_tokens, num_cached_tokens)
+
+    def fetch_hidden(self, number: int, rows: bytes) -> None:
+        if number != self._fetch_number or self._is_over or self._has_output:
+            return
+        row = np.frombuffer(rows, np.float32)
+        if self._block_ids is None:
+            self._held_row = row
+        else:
+            self._submit(row)
+
+    def fetch_ended(self, number: int, num_complete_blocks: int, error: str | None) -> None:
+        if number != self._fetch_number:
+            return
+        self._fetch = None
+        if self._is_over:
+            self._engine.release_reservation(self.request.request_id)
+        elif self._is_revoked:
+            self._give_back()
+        elif error is None:
+            self._num_complete_blocks = max(self._num_complete_blocks, num_complete_blocks)
+            self._adopt()
+        else:
+            self._fall_back(num_complete_blocks, error)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def _fall_back(self, num_complete_blocks: int, error: str) -> None:
+        if self._block_ids is not None:
+            self._num_complete_blocks = max(self._num_complete_blocks, num_complete_blocks)
+        if self._sources:
+            self.num_failed_fetches += 1
+            source = self._sources.pop(0)
+            log.warning("request %s: fetch from %s failed: %s", self.request.request_id, source.instance_id, error)
+        if self._sources:
+            self._open()
+        elif self._block_ids is not None:
+            self._adopt()
+        else:
+            self._engine.cancel_remote(self.request.request_id)
+
+    def _open(self) -> None:
+        hidden: HiddenMode = "none" if self._has_output or self._held_row is not None else "last"
+        tokens = self._tokens if hidden == "last" else self._tokens[: self._num_full_tokens()]
+        if not tokens or (self._block_ids is not None and self._num_complete_blocks * self._block_size >= len(tokens)):
+            self._sources.clear()
+            self._fall_back(0, "nothing left to fetch")
+            return
+        self._fetch_number += 1
+        request = FetchRequest(
+            tokens=tokens,
+            cache_salt=self.request.cache_salt,
+            hidden=hidden,
+            priority=self.request.priority,
+            queue_seconds=self._queue_seconds,
+        )
+        listener = _Listener(self, self._fetch_number, self._post)
+        self._fetch = self._open_fetch(self._sources[0], request, listener)
+        if self._block_ids is not None:
+            self._grant()
+
+    def _grant(self) -> None:
+        assert self._fetch is not None
+        assert self._block_ids is not None
+        first = self._num_complete_blocks
+        last = -(-len(self._tokens) // self._block_size)
+        self._fetch.grant(first, self._block_ids[first:last])
+
+    def _submit(self, row: np.ndarray) -> None:
+        self._held_row = None
+        self._has_output = True
+        self._engine.add_hidden(self.request.request_id, row)
+
+    def _adopt(self) -> None:
+        computed = min(self._num_complete_blocks * self._block_size, len(self._tokens))
+        self._block_ids = None
+        self._engine.adopt(self.request.request_id, computed)
+
+    def _give_back(self) -> None:
+        self._is_revoked = False
+        self._block_ids = None
+        self._num_complete_blocks = 0
+        self._engine.release_reservation(self.request.request_id)
+        if self._sources:
+            self._open()
+        else:
+            self._engine.cancel_remote(self.request.request_id)
+
+    def _num_full_tokens(self) -> int:
+        return len(self._tokens) // self._block_size * self._block_size
+
+    def _num_missing_tokens(self) -> int:
+        return len(self._tokens) - self._num_complete_blocks * self._block_size
+
+
+class _Listener:
+    """Carries a fetch's events from the receiver thread to the event loop, marked with the fetch they belong to."""
+
+    def __init__(self, admission: Admission, number: int, post: Post) -> None:
+        self._admission = admission
+        self._number = number
+        self._post = post
+
+    def accepted(self, num_cached_tokens: int) -> None:
+        self._post(self._admission.fetch_accepted, self._number, num_cached_tokens)
+
+    def progress(self, num_computed_tokens: int) -> None:
+        pass  # the session's own clocks watch progress
+
+    def hidden(self, rows: bytes) -> None:
+        self._post(self._admission.fetch_hidden, self._number, rows)
+
+    def ended(self, *, num_complete_blocks: int, error: str | None) -> None:
+        self._post(self._admission.fetch_ended, self._number, num_complete_blocks, error)
