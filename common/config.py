@@ -175,7 +175,11 @@ def build_parser(config_class: type[Flags], prog: str | None = None) -> argparse
     )
     if config_class.positional:
         parser.add_argument(
-            _POSITIONAL, nargs="?", default=None, metavar=config_class.positional.upper(), help=argparse.SUPPRESS
+            _POSITIONAL,
+            nargs="?",
+            default=None,
+            metavar=config_class.positional.upper(),
+            help=f"same as {flag_name(config_class.positional)}",
         )
     for name, field in config_class.model_fields.items():
         _add_flag(parser, name, field)

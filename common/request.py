@@ -35,6 +35,8 @@ class Request:
     params: None for a computation on a prefill node, which ends when its tokens are computed.
     wants_remote_kv: its prompt's KV will be fetched: the scheduler reserves blocks and does not compute.
     want_all_hidden: hidden states of all tokens are wanted, not only of the last (no prefix hits are used then).
+    wants_cached_only: a computation that computes nothing: it pins and reports what the prefix cache has, and ends.
+    order: first come, first served; given by the scheduler when it takes the request, smaller goes first.
     num_cached_tokens: tokens whose KV was found in this node's prefix cache at first admission.
     """
 
@@ -49,7 +51,9 @@ class Request:
     arrival_time: float = 0.0
     wants_remote_kv: bool = False
     want_all_hidden: bool = False
+    wants_cached_only: bool = False
 
+    order: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
@@ -60,6 +64,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.all_token_ids: list[int] = [*self.prompt_token_ids, *self.output_token_ids]
+        self.num_initial_tokens = len(self.all_token_ids)
 
     def append_output(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

@@ -44,6 +44,7 @@ class SchedulerOutput:
     """One flat batch, and bookkeeping that happened while it was made.
 
     scheduled: rows to compute; may be empty.
+    started: requests that got their blocks for the first time and are computed here.
     copies: (source block, destination block) pairs to copy before the forward pass (copy-on-write).
     reserved: requests that now wait for another node's KV, their blocks allocated.
     revoked: reservations that must give up their blocks (blocks stay theirs until `release_reservation`).
@@ -52,6 +53,7 @@ class SchedulerOutput:
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    started: tuple[Request, ...] = ()
     reserved: tuple[Request, ...] = ()
     revoked: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = ()
@@ -59,6 +61,11 @@ class SchedulerOutput:
     @property
     def num_scheduled_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing was decided: until something from outside comes, the next schedule will decide nothing either."""
+        return not (self.scheduled or self.started or self.reserved or self.revoked or self.preempted)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""The life of a node process around its parts: control connections, HTTP, signals, drain.
+
+    start HTTP -> dial the proxies -> serve until SIGTERM/SIGINT -> leave routing, finish what runs -> Goodbye -> exit 0
+
+It knows no engine and no role; a node gives it a handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from common import messages as m
+from common.control import ControlClient, ControlHandler
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_SECONDS = 0.05
+
+
+class NodeHandler(ControlHandler, Protocol):
+    """A node as its service sees it."""
+
+    def drain(self) -> None:
+        """Take no new work."""
+        ...
+
+    @property
+    def num_live_requests(self) -> int:
+        """What a drain waits for."""
+        ...
+
+
+async def serve_until_stopped(
+    handler: NodeHandler,
+    control: ControlClient,
+    *,
+    start_http: Callable[[], Awaitable[Callable[[], Awaitable[None]]]],
+    grace_seconds: float,
+) -> None:
+    """Runs the node until a signal comes; a second signal ends the drain at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    stop_http = await start_http()
+    control_task = asyncio.create_task(control.run())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({control_task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if control_task.done():
+            control_task.result()  # raises what ended it
+        stop.clear()
+        await _drain(handler, control, stop, grace_seconds)
+        control.broadcast(m.Goodbye(reason="stopped"))
+    finally:
+        stopped.cancel()
+        control_task.cancel()
+        await asyncio.gather(control_task, stopped, return_exceptions=True)
+        await stop_http()
+
+
+async def _drain(handler: NodeHandler, control: ControlClient, stop: asyncio.Event, grace_seconds: float) -> None:
+    handler.drain()
+    control.broadcast(handler.status())
+    deadline = asyncio.get_running_loop().time() + grace_seconds
+    if handler.num_live_requests:
+        log.info("draining: %d requests still run, at most %.0f s", handler.num_live_requests, grace_seconds)
+    while handler.num_live_requests and not stop.is_set() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(DRAIN_POLL_SECONDS)
