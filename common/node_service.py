@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from common import messages as m
 from common.control import ControlClient, ControlHandler
+from common.node_http import NodeHttpServer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ async def serve_until_stopped(
     handler: NodeHandler,
     control: ControlClient,
     *,
-    start_http: Callable[[], Awaitable[Callable[[], Awaitable[None]]]],
+    http: NodeHttpServer,
     grace_seconds: float,
 ) -> None:
     """Runs the node until a signal comes; a second signal ends the drain at once."""
@@ -46,7 +46,8 @@ async def serve_until_stopped(
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
-    stop_http = await start_http()
+    await http.start()
+    log.info("node HTTP at %s", http.url)
     control_task = asyncio.create_task(control.run())
     stopped = asyncio.create_task(stop.wait())
     try:
@@ -60,7 +61,7 @@ async def serve_until_stopped(
         stopped.cancel()
         control_task.cancel()
         await asyncio.gather(control_task, stopped, return_exceptions=True)
-        await stop_http()
+        await http.stop()
 
 
 async def _drain(handler: NodeHandler, control: ControlClient, stop: asyncio.Event, grace_seconds: float) -> None:

@@ -241,7 +241,7 @@ class DecodeNode:
                 live.admission.revoked()
             elif isinstance(event, FailedEvent):
                 self._end(live, abort=False)
-                self._emit_error(live, str(event.error))
+                self._emit_error(live, event.error)
         for proxy_id, items in outputs.items():
             self._emit(proxy_id, items)
 
@@ -257,7 +257,7 @@ class DecodeNode:
             request_id=live.request_id,
             leg=live.leg,
             index=event.index,
-            token_ids=[] if event.token_id is None else [event.token_id],
+            token_ids=[event.token_id],
             logprobs=None if event.logprobs is None else [event.logprobs],
             finish_reason=None if event.finish_reason is None else event.finish_reason.value,
             stop_reason=event.stop_reason,

@@ -179,7 +179,9 @@ def _checksum(header: Buffer, payload: Sequence[Buffer]) -> int:
 
 def _decode(parts: Sequence[Buffer], decoder: msgspec.msgpack.Decoder[_F]) -> Message[_F]:
     if len(parts) < 2 or len(parts[1]) != CHECKSUM_BYTES:
-        raise PeerError(f"fetch message has {len(parts)} parts, must be header, {CHECKSUM_BYTES} checksum bytes, payload")
+        raise PeerError(
+            f"fetch message has {len(parts)} parts, must be header, {CHECKSUM_BYTES} checksum bytes, payload"
+        )
     if len(parts[0]) > MAX_HEADER_BYTES:
         raise PeerError(f"fetch header has {len(parts[0])} bytes, at most {MAX_HEADER_BYTES} are allowed")
     try:

@@ -6,9 +6,10 @@ Sans-IO: decides frames and pool ranges; session_server.py gives it frames and e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypedDict
 
 from kvtransfer.frames import (
     MAX_DATA_UNITS,
@@ -17,6 +18,7 @@ from kvtransfer.frames import (
     Credit,
     Data,
     End,
+    Fail,
     Fetch,
     FetchId,
     Hidden,
@@ -30,7 +32,7 @@ from kvtransfer.store import FetchKey, FetchRequest
 
 GATHER_BYTES = 1 << 20
 
-Peer = Hashable  # names a connection, within one server
+Peer = tuple[int, bytes]  # names a connection within one server: index of the port, name there
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Outgoing:
     frame: ServerFrame
     payload: bytes | None = None
     ranges: Sequence[slice] = ()
+
+
+class _Ids(TypedDict):
+    fetch_id: FetchId
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -194,10 +201,11 @@ class ServedFetch:
             for _ in frame.units:
                 self._ready.popleft()
 
-    def next_sequence(self) -> int:
-        return self._sequence + 1
+    def fail(self, code: str, message: str) -> Fail:
+        """The frame that tells the client that this fetch is over."""
+        return Fail(code=code, message=message, **self._next_ids())
 
-    def _next_ids(self) -> dict[str, object]:
+    def _next_ids(self) -> _Ids:
         return {"fetch_id": self.fetch_id, "sequence": self._sequence + 1}
 
     def _outgoing(self, frame: ServerFrame, payload: bytes | None = None, ranges: Sequence[slice] = ()) -> Outgoing:

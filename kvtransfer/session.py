@@ -96,7 +96,7 @@ class IncomingSequence:
         self._last = 0
 
     def judge(self, sequence: int) -> Arrival:
-        """OLD: a duplicate or late frame, to be dropped. Raises FetchFailure when frames before this one are missing."""
+        """OLD: a duplicate or late frame, to be dropped. Raises FetchFailure when frames before it are missing."""
         if sequence <= self._last:
             return Arrival.OLD
         self._require_none_missing(sequence - 1)

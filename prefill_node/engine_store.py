@@ -23,7 +23,6 @@ class EngineSide(Protocol):
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
-    def check_fits(self, num_tokens: int) -> None: ...
 
 
 class EngineStore:
@@ -49,15 +48,19 @@ class EngineStore:
         request_id = _request_id(key)
         with self._lock:
             self._open[request_id] = events
-        self._engine.add(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=list(request.tokens),
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                want_all_hidden=request.hidden == "all",
-            )
+        computation = Request(
+            request_id=request_id,
+            prompt_token_ids=list(request.tokens),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            want_all_hidden=request.hidden == "all",
+            wants_cached_only=not request.compute,
         )
+        try:
+            self._engine.add(computation)
+        except TandemError as error:
+            self.release(key)
+            events.failed(error.code, error.message)
 
     def release(self, key: FetchKey) -> None:
         request_id = _request_id(key)
@@ -77,14 +80,8 @@ class EngineStore:
     def _refusal(self, request: FetchRequest) -> tuple[str, str] | None:
         if self.is_draining:
             return "draining", "this node is draining"
-        if not request.compute:
-            return "unsupported", "compute is false: this node serves only what it may also compute"
         if (worst := max(request.tokens)) >= self._vocab_size:
             return "invalid_value", f"token id {worst} is out of range, the vocabulary has {self._vocab_size} tokens"
-        try:
-            self._engine.check_fits(len(request.tokens))
-        except TandemError as error:
-            return error.code, error.message
         return None
 
 
@@ -104,4 +101,4 @@ def _forward(event: Event, sink: StoreEvents) -> None:
     elif isinstance(event, ComputedEvent):
         sink.computed()
     elif isinstance(event, FailedEvent):
-        sink.failed("compute_failed", str(event.error))
+        sink.failed("compute_failed", event.error)

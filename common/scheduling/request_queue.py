@@ -47,8 +47,8 @@ class RequestQueue:
         self._requests.insert(index, request)
 
     def remove(self, request: Request) -> None:
+        assert request in self, f"{request} is not in this queue"
         index = bisect_left(self._keys, precedence(request))
-        assert index < len(self._keys) and self._requests[index] is request, f"{request} is not in this queue"
         del self._keys[index]
         del self._requests[index]
 

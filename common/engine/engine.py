@@ -1,0 +1,218 @@
+"""The engine: schedule -> execute -> update, and the events that tell a node what came of it.
+
+    schedule   the scheduler decides rows, reservations, revocations
+    execute    the runner computes the rows, and samples from hidden rows that arrive meanwhile
+    update     the scheduler books what was computed; finished requests give back their blocks
+
+Nothing else changes scheduler state but the commands between two steps. One thread calls all methods; only
+`mark_unwanted`, `add_hidden` for a known request, `check_fits` and `stats` may be called from others. It knows no
+tensor: the runner is given to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from common.engine.events import (
+    BlocksFilledEvent,
+    ComputedEvent,
+    ComputeStartedEvent,
+    Event,
+    FailedEvent,
+    HiddenEvent,
+    OutputEvent,
+    ReservedEvent,
+    RevokedEvent,
+)
+from common.engine.inbox import HiddenInbox
+from common.messages import NodeStats
+from common.request import Request
+from common.scheduling.output import Runner, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
+from common.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import numpy as np
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self.inbox = HiddenInbox(scheduler.accepts_hidden)
+        self._runner = runner
+        self._unwanted: set[str] = set()  # ended by a command that is not applied yet
+        self._in_flight: tuple[str, ...] = ()
+
+    # --- commands, between two steps --------------------------------------------------------------------------------
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raises ContextLengthError or InvalidRequestError when such a prompt can never run. From any thread."""
+        self.scheduler.check_fits(num_tokens)
+
+    def add(self, request: Request) -> None:
+        """Raises InvalidRequestError or OverloadedError."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; no event follows. Reserved blocks stay until `release_reservation`."""
+        self._unwanted.discard(request_id)
+        self.scheduler.abort(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Nobody reads a computation's blocks any more."""
+        self._unwanted.discard(request_id)
+        self.scheduler.release(request_id)
+
+    def adopt(self, request_id: str, num_computed_tokens: int) -> None:
+        """KV of the first `num_computed_tokens` tokens is in the reserved blocks: the request runs."""
+        self.scheduler.adopt(request_id, num_computed_tokens)
+
+    def release_reservation(self, request_id: str) -> None:
+        """Nothing writes into its reserved blocks any more."""
+        self.scheduler.release_reservation(request_id)
+
+    def cancel_remote(self, request_id: str) -> None:
+        """Its KV will not be fetched: it is computed here."""
+        self.scheduler.cancel_remote(request_id)
+
+    def add_hidden(self, request_id: str, row: np.ndarray, num_tokens: int | None = None) -> bool:
+        """A hidden state computed elsewhere, float32 [hidden_size]; gives the next output of a waiting request.
+
+        num_tokens: how many tokens the row stands for, as many as the request had when it came if not given. A row
+            that gives no next output (again one, or too late) is dropped. False when the request is not known.
+        """
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self.inbox.put(request_id, num_tokens or request.num_initial_tokens, row)
+        return True
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    # --- from any thread --------------------------------------------------------------------------------------------
+
+    def mark_unwanted(self, request_id: str) -> None:
+        """An abort or release of it is on its way: a step that computes for nobody else may stop."""
+        self._unwanted.add(request_id)
+
+    def stats(self) -> NodeStats:
+        return self.scheduler.stats()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        batch, events = self.schedule()
+        return events + self.execute(batch)
+
+    def schedule(self) -> tuple[SchedulerOutput, list[Event]]:
+        """First beat. Its events need not wait for the computing: fetches and sends can go on meanwhile."""
+        batch = self.scheduler.schedule()
+        events: list[Event] = []
+        for request in batch.started:
+            events += self._started(request)
+        events += [self._reserved(request) for request in batch.reserved]
+        events += [RevokedEvent(request.request_id) for request in batch.revoked]
+        return batch, events
+
+    def execute(self, batch: SchedulerOutput) -> list[Event]:
+        """Second and third beat. A runner that raises fails the requests of this step, and no other."""
+        if not batch.scheduled and not self.inbox:
+            return []
+        self.inbox.open()
+        self._in_flight = tuple(rows.request.request_id for rows in batch.scheduled)
+        try:
+            result = self._runner.execute(batch, self.inbox, self._is_unwanted)
+            _check_complete(batch, result)
+        except Exception as error:
+            log.exception("a step of %d requests failed", len(batch.scheduled))
+            return self._fail(batch, error)
+        finally:
+            self._in_flight = ()
+        if result.is_cancelled:
+            self.inbox.give_back()
+            return []
+        return self._update(batch, result)
+
+    def _update(self, batch: SchedulerOutput, result: StepResult) -> list[Event]:
+        appended = self.scheduler.update(batch, result)
+        events: list[Event] = [_output(request, token) for request, token in appended]
+        for rows in batch.scheduled:
+            if rows.request.is_compute_only:
+                events += self._computed(rows, result)
+        return events
+
+    def _fail(self, batch: SchedulerOutput, error: Exception) -> list[Event]:
+        events: list[Event] = []
+        for request in [*(rows.request for rows in batch.scheduled), *self.inbox.taken()]:
+            self.scheduler.fail(request)
+            events.append(FailedEvent(request.request_id, f"{type(error).__name__}: {error}"))
+        return events
+
+    def _is_unwanted(self) -> bool:
+        return bool(self._in_flight) and all(request_id in self._unwanted for request_id in self._in_flight)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _started(self, request: Request) -> list[Event]:
+        assert request.num_cached_tokens is not None
+        request_id, num_cached = request.request_id, request.num_cached_tokens
+        events: list[Event] = [ComputeStartedEvent(request_id, num_cached)]
+        if request.is_compute_only and num_cached:
+            block_ids = self._block_ids(request_id, 0, num_cached // self.scheduler.cache.block_size)
+            events.append(BlocksFilledEvent(request_id, 0, block_ids, num_cached))
+        if request.wants_cached_only:
+            events.append(ComputedEvent(request_id))
+        return events
+
+    def _reserved(self, request: Request) -> ReservedEvent:
+        cache, request_id = self.scheduler.cache, request.request_id
+        return ReservedEvent(request_id, cache.num_filled_tokens(request_id), tuple(cache.block_ids(request_id)))
+
+    def _computed(self, rows: ScheduledRequest, result: StepResult) -> list[Event]:
+        request_id = rows.request.request_id
+        events: list[Event] = [self._filled(rows)]
+        if (hidden := result.hidden.get(request_id)) is not None:
+            events.append(HiddenEvent(request_id, hidden))
+        if rows.is_last_chunk:
+            events.append(ComputedEvent(request_id))
+        return events
+
+    def _filled(self, rows: ScheduledRequest) -> BlocksFilledEvent:
+        """Blocks that this chunk filled; with the last one also the partial block."""
+        block_size, end = self.scheduler.cache.block_size, rows.start + rows.num_tokens
+        first = rows.start // block_size
+        last = -(-end // block_size) if rows.is_last_chunk else end // block_size
+        if rows.recompute_only:
+            first = last  # all were cached, and told when it started
+        block_ids = self._block_ids(rows.request.request_id, first, last)
+        return BlocksFilledEvent(rows.request.request_id, first, block_ids, end)
+
+    def _block_ids(self, request_id: str, first: int, last: int) -> tuple[int, ...]:
+        return tuple(self.scheduler.cache.block_ids(request_id)[first:last])
+
+
+def _output(request: Request, token: SampledToken) -> OutputEvent:
+    num_cached = request.num_cached_tokens
+    return OutputEvent(
+        request_id=request.request_id,
+        request=request,
+        index=len(request.output_token_ids) - 1,
+        token_id=token.token_id,
+        logprobs=token.logprobs,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        num_cached_tokens=None if num_cached is None else min(num_cached, request.num_prompt_tokens),
+    )
+
+
+def _check_complete(batch: SchedulerOutput, result: StepResult) -> None:
+    """Raises RuntimeError when the runner left out an output or a hidden state it owes."""
+    if result.is_cancelled:
+        return
+    for rows in batch.scheduled:
+        answers = result.hidden if rows.request.is_compute_only else result.sampled
+        if rows.is_last_chunk and rows.request.request_id not in answers:
+            raise RuntimeError(f"the runner gave nothing for {rows.request}")

@@ -1,0 +1,75 @@
+"""What both kinds of node process do around their own parts: start-up errors, logging, Hello, metrics of the node.
+
+Knows flags and messages, no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+from common import messages as m
+from common.config import NodeFlags, parse
+from common.errors import TandemError
+from common.kv_layout import KVLayout
+from common.logging import configure_logging
+from common.metrics import Metrics, NodeSample, NodeStatsCollector
+
+log = logging.getLogger(__name__)
+
+_F = TypeVar("_F", bound=NodeFlags)
+
+
+def run_node_process(config_class: type[_F], role: m.Role, run: Callable[[_F], Coroutine[Any, Any, None]]) -> None:
+    """Parses the flags, runs the node, and ends with one clear line and status 1 when a user can mend the cause."""
+    flags = parse(config_class, prog=f"{role}_node")
+    configure_logging(flags.log_level, role)
+    try:
+        uvloop.run(run(flags))
+    except TandemError as error:
+        sys.exit(f"{role} node: {error.message}")
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)
+
+
+def make_hello(
+    role: m.Role,
+    flags: NodeFlags,
+    layout: KVLayout,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    fetch_endpoints: list[str],
+) -> Callable[[m.NodeStats, list[m.LiveRequest]], m.Hello]:
+    """A function that fills in what changes from one Hello to the next."""
+
+    def hello(stats: m.NodeStats, live_requests: list[m.LiveRequest]) -> m.Hello:
+        return m.Hello(
+            protocol_version=m.PROTOCOL_VERSION,
+            role=role,
+            model=flags.public_model_name,
+            layout=layout,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_num_seqs=flags.max_num_seqs,
+            fetch_endpoints=fetch_endpoints,
+            stats=stats,
+            live_requests=live_requests,
+        )
+
+    return hello
+
+
+def node_metrics(
+    role: m.Role, flags: NodeFlags, instance_id: str, block_size: int, stats: Callable[[], m.NodeStats]
+) -> Metrics:
+    """The node's registry, with its load and counters read at each scrape."""
+    metrics = Metrics(flags.public_model_name)
+    sample = lambda: [NodeSample(instance_id, role, stats(), block_size)]  # noqa: E731
+    metrics.registry.register(NodeStatsCollector(flags.public_model_name, sample))
+    return metrics

@@ -1,0 +1,87 @@
+"""Starts a decode node: engine with head and sampler, fetch client, control connections, HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from common import messages as m
+from common.checkpoints.resolve import resolve_model
+from common.control import ControlClient
+from common.engine.async_engine import AsyncEngine
+from common.engine.build import EngineParts, build_engine
+from common.engine.events import Event
+from common.node_http import NodeHttpServer
+from common.node_process import make_hello, node_metrics, run_node_process
+from common.node_service import serve_until_stopped
+from decode_node.config import DecodeConfig
+from decode_node.metrics import DecodeMetrics
+from decode_node.node import DecodeLimits, DecodeNode
+from kvtransfer.client import FetchClient
+from kvtransfer.metrics import TransferCollector
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    run_node_process(DecodeConfig, "decode", run)
+
+
+async def run(flags: DecodeConfig) -> None:
+    """Until a signal stops it. Raises TandemError when it cannot start."""
+    instance_id = m.new_instance_id()
+    parts = await asyncio.to_thread(build_engine, resolve_model(flags.model), flags, with_head=True)
+    client = FetchClient(parts.layout, parts.kv_cache.memory, instance_id, flags.lease_seconds)
+
+    def on_events(events: list[Event]) -> None:
+        node.post(node.engine_events, events)
+
+    def send(proxy_id: str, message: m.NodeMessage) -> int | None:
+        return control.send(proxy_id, message)
+
+    engine = AsyncEngine(parts.engine, on_events, name="decode-engine")
+    metrics = node_metrics("decode", flags, instance_id, parts.layout.block_size, engine.stats)
+    metrics.registry.register(TransferCollector(client.stats, "client"))
+    node = DecodeNode(
+        engine=engine,
+        open_fetch=client.open,
+        send=send,
+        hello=make_hello(
+            "decode",
+            flags,
+            parts.layout,
+            vocab_size=parts.model_config.vocab_size,
+            max_model_len=parts.max_model_len,
+            fetch_endpoints=[],
+        ),
+        limits=_limits(flags, parts),
+        block_size=parts.layout.block_size,
+        metrics=DecodeMetrics(metrics),
+        queue_seconds=flags.queue_seconds,
+    )
+    control = ControlClient(instance_id, flags.proxy, node)
+
+    def readiness() -> str | None:
+        if engine.failure is not None:
+            return f"the engine ended: {engine.failure!r}"
+        return None if control.num_joined else "; ".join(control.refusals) or "no proxy has been reached yet"
+
+    client.start()
+    engine.start()
+    try:
+        log.info("decode node %s starts", instance_id)
+        http = NodeHttpServer(flags.host, flags.port, readiness=readiness, registry=metrics.registry)
+        await serve_until_stopped(node, control, http=http, grace_seconds=flags.drain_seconds)
+    finally:
+        node.abort_all()
+        await asyncio.to_thread(client.close)
+        await asyncio.to_thread(engine.stop)
+
+
+def _limits(flags: DecodeConfig, parts: EngineParts) -> DecodeLimits:
+    return DecodeLimits(
+        max_model_len=parts.max_model_len,
+        vocab_size=parts.model_config.vocab_size,
+        eos_token_ids=parts.model_config.eos_token_ids,
+        max_requests=flags.max_requests,
+    )

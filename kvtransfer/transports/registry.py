@@ -1,0 +1,54 @@
+"""Which transport serves which scheme. Modules are imported when first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+
+from common.errors import ConfigError
+from kvtransfer.endpoints import scheme_of
+from kvtransfer.transports.base import Transport
+
+TRANSPORTS = {
+    "tcp": "kvtransfer.transports.zmq:ZmqTransport",
+    "ipc": "kvtransfer.transports.zmq:ZmqTransport",
+    "loopback": "kvtransfer.transports.loopback:LoopbackTransport",
+}
+
+
+class TransportSet:
+    """The transports of one server or client; one of each class, made when first asked for.
+
+    given: by scheme; these are used instead, and stay open when the set is closed.
+    """
+
+    def __init__(self, given: Mapping[str, Transport] | None = None) -> None:
+        self._given = dict(given or {})
+        self._made: dict[str, Transport] = {}
+
+    def for_endpoint(self, endpoint: str) -> Transport:
+        """Raises ConfigError for a scheme that nothing serves."""
+        scheme = scheme_of(endpoint)
+        if scheme in self._given:
+            return self._given[scheme]
+        name = TRANSPORTS.get(scheme)
+        if name is None:
+            known = ", ".join(sorted(TRANSPORTS))
+            raise ConfigError(f"fetch endpoint {endpoint!r} has scheme {scheme!r}, supported are {known}")
+        if name not in self._made:
+            module, _, attribute = name.partition(":")
+            self._made[name] = getattr(import_module(module), attribute)()
+        return self._made[name]
+
+    def group(self, endpoints: Iterable[str]) -> list[tuple[Transport, list[str]]]:
+        """Each transport with those of the endpoints that it serves."""
+        groups: dict[int, tuple[Transport, list[str]]] = {}
+        for endpoint in endpoints:
+            transport = self.for_endpoint(endpoint)
+            groups.setdefault(id(transport), (transport, []))[1].append(endpoint)
+        return list(groups.values())
+
+    def close(self) -> None:
+        for transport in self._made.values():
+            transport.close()
+        self._made.clear()

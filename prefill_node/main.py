@@ -1,0 +1,73 @@
+"""Starts a prefill node: engine without a head, fetch server, control connections, HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from common import messages as m
+from common.checkpoints.resolve import resolve_model
+from common.control import ControlClient
+from common.engine.async_engine import AsyncEngine
+from common.engine.build import build_engine
+from common.engine.events import Event
+from common.node_http import NodeHttpServer
+from common.node_process import make_hello, node_metrics, run_node_process
+from common.node_service import serve_until_stopped
+from kvtransfer.metrics import TransferCollector
+from kvtransfer.server import FetchServer
+from prefill_node.config import PrefillConfig
+from prefill_node.engine_store import EngineStore
+from prefill_node.node import PrefillNode
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    run_node_process(PrefillConfig, "prefill", run)
+
+
+async def run(flags: PrefillConfig) -> None:
+    """Until a signal stops it. Raises TandemError when it cannot start."""
+    instance_id = m.new_instance_id()
+    parts = await asyncio.to_thread(build_engine, resolve_model(flags.model), flags, with_head=False)
+
+    def on_events(events: list[Event]) -> None:
+        store.engine_events(events)
+
+    engine = AsyncEngine(parts.engine, on_events, name="prefill-engine")
+    store = EngineStore(engine, parts.layout, parts.kv_cache.readonly_memory, parts.model_config.vocab_size)
+    server = FetchServer(
+        store,
+        instance_id,
+        [f"tcp://{flags.fetch_host}:{flags.fetch_port}", "ipc://*"],
+        flags.lease_seconds,
+        hold_seconds=flags.hold_seconds,
+    )
+    endpoints = server.start()
+    engine.start()
+    try:
+        log.info("prefill node %s serves fetches at %s", instance_id, ", ".join(endpoints))
+        hello = make_hello(
+            "prefill",
+            flags,
+            parts.layout,
+            vocab_size=parts.model_config.vocab_size,
+            max_model_len=parts.max_model_len,
+            fetch_endpoints=endpoints,
+        )
+        node = PrefillNode(store, stats=engine.stats, hello=hello)
+        control = ControlClient(instance_id, flags.proxy, node)
+        metrics = node_metrics("prefill", flags, instance_id, parts.layout.block_size, engine.stats)
+        metrics.registry.register(TransferCollector(server.stats, "server"))
+
+        def readiness() -> str | None:
+            if engine.failure is not None:
+                return f"the engine ended: {engine.failure!r}"
+            return None if control.num_joined else "; ".join(control.refusals) or "no proxy has been reached yet"
+
+        http = NodeHttpServer(flags.host, flags.port, readiness=readiness, registry=metrics.registry)
+        await serve_until_stopped(node, control, http=http, grace_seconds=flags.drain_seconds)
+    finally:
+        await asyncio.to_thread(server.close)
+        await asyncio.to_thread(engine.stop)

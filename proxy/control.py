@@ -1,0 +1,126 @@
+"""The proxy's end of the control connections: one ROUTER socket that nodes dial, and the order of messages on each.
+
+A `Link` is one connection of one node; it counts sequences and finds gaps. `ControlSocket` sends and receives and knows
+nothing of what messages mean. Sends never wait: what cannot be sent now is reported as not sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from common import messages as m
+from common.errors import ConfigError, PeerError
+from common.logging import log_event
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 10_000
+MAX_BAD_MESSAGES = 20
+MAX_LINKS = 4096
+
+
+@dataclass(eq=False)
+class Link:
+    """One connection. `instance_id` is empty until a Hello was accepted on it."""
+
+    routing_id: bytes
+    instance_id: str = ""
+    sent: int = 0
+    received: int = 0
+    last_heard: float = 0.0
+    rehello_sent_at: float | None = None
+    num_bad_messages: int = 0
+
+    @property
+    def is_blocked(self) -> bool:
+        """It sent so much nonsense that nothing more is read from it."""
+        return self.num_bad_messages > MAX_BAD_MESSAGES
+
+    def note(self, envelope: m.Envelope, now: float) -> bool:
+        """Counts a received message; True when messages before it were lost."""
+        has_gap = envelope.sequence != self.received + 1
+        self.received = envelope.sequence
+        self.last_heard = now
+        return has_gap
+
+
+Received = Callable[[bytes, m.Envelope, m.NodeMessage], None]
+Refused = Callable[[bytes, PeerError], None]
+
+
+class ControlSocket:
+    """Binds `endpoint`; raises ConfigError when it cannot. Belongs to one event loop.
+
+    on_message, on_bad_message: called on the loop with the routing id of the connection; must not block.
+    """
+
+    def __init__(self, endpoint: str, instance_id: str, on_message: Received, on_bad_message: Refused) -> None:
+        self._instance_id = instance_id
+        self._on_message = on_message
+        self._on_bad_message = on_bad_message
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen for nodes on {endpoint}: {error.strerror}") from None
+
+    @property
+    def endpoint(self) -> str:
+        """The address it is bound to, with the real port."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def run(self) -> None:
+        """Hands every message to `on_message` until cancelled."""
+        while True:
+            routing_id, *frames = await self._socket.recv_multipart()
+            try:
+                envelope, message = m.decode_from_node(frames)
+            except PeerError as error:
+                self._on_bad_message(routing_id, error)
+                continue
+            try:
+                self._on_message(routing_id, envelope, message)
+            except Exception:  # one message must not end the control plane
+                log.exception("control_message_failed type=%s", type(message).__name__)
+
+    def send(self, link: Link, receiver: str, message: m.ProxyMessage) -> bool:
+        """False when the node's connection is gone or its queue is full; the node will see a gap in the latter case."""
+        link.sent += 1
+        envelope = m.Envelope(self._instance_id, receiver, link.sent, link.received)
+        frames = [link.routing_id, *m.encode(envelope, message)]
+        done: asyncio.Future[object] = self._socket.send_multipart(frames, zmq.NOBLOCK)  # NOBLOCK: done at once
+        if (error := done.exception()) is not None:
+            log_event(log, "control_send_failed", node=receiver, type=type(message).__name__, error=error)
+        return error is None
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def check_control_endpoint(endpoint: str, *, allow_insecure: bool) -> None:
+    """Control messages carry prompts and are not encrypted: beyond this machine only when asked for.
+
+    Raises ConfigError.
+    """
+    if endpoint.startswith("ipc://") or allow_insecure:
+        return
+    host = endpoint.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"--control-endpoint {endpoint} can be reached from other machines, and the connection is not encrypted; "
+            "bind 127.0.0.1, or add --allow-insecure-control on a network that you trust"
+        )

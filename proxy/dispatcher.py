@@ -1,0 +1,343 @@
+"""The life of one request at the proxy: where it runs, what came of it so far, and what happens when a node fails.
+
+    wait for a place -> leg 1: Decode ----> Accepted -> Outputs ... -> finished
+         ^                      | Rejected, no answer, node lost
+         '-- next leg, with all outputs so far: the same stream goes on at the next index
+
+An output is accepted once, at the next index, from the current leg; the consumer takes what was accepted when it likes.
+What a slow consumer leaves is bounded by the request's max_tokens. Knows token ids, no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from common import messages as m
+from common.clock import Clock, SystemClock
+from common.errors import ContextLengthError, InvalidRequestError, OverloadedError, TandemError, UnavailableError
+from common.logging import log_event
+from common.sampling_params import SamplingParams
+from proxy.admission import Admission
+from proxy.request_metrics import RequestTrace
+from proxy.routing import Need, Route
+
+log = logging.getLogger(__name__)
+
+FinishReason = Literal["stop", "length"]
+
+
+class RequestTimeoutError(TandemError):
+    """The request was not finished within its deadline."""
+
+    status = 504
+    code = "timeout"
+
+
+class NodeFailedError(TandemError):
+    """A node gave the request up with an error of its own."""
+
+    status = 500
+    code = "node_error"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be generated. params.max_tokens and params.seed are set."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class DispatchLimits:
+    """max_lost_legs: nodes that may fail under one request. accept_seconds: how long a node may take to answer a Decode.
+    request_seconds: deadline for the whole request.
+    """
+
+    max_lost_legs: int = 3
+    max_rejected_legs: int = 30
+    accept_seconds: float = 10.0
+    request_seconds: float = 3600.0
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    """Outputs taken together, in order; finish_reason is that of the last one when the request is finished."""
+
+    token_ids: list[int]
+    logprobs: list[m.TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ControlPlane(Protocol):
+    """What a dispatcher needs of the cluster."""
+
+    @property
+    def admission(self) -> Admission: ...
+    def add(self, request: Dispatcher) -> None: ...
+    def discard(self, request_id: str) -> None: ...
+    def send(self, node_id: str, message: m.ProxyMessage) -> int | None: ...
+    def pause(self, node_id: str) -> None: ...
+
+
+@dataclass(eq=False)
+class _Leg:
+    route: Route
+    sequence: int = 0
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    rejection: m.Rejected | None = None
+    lost_reason: str | None = None
+
+    @property
+    def node_id(self) -> str:
+        return self.route.decode_node.instance_id
+
+    def end(self) -> None:
+        self.answered.set()
+        self.over.set()
+
+
+class Dispatcher:
+    """One request. `start` it, `take` its outputs whenever `wakeup` is set, `close` it in any case.
+
+    wakeup: set when there is something to take; may be shared by several dispatchers.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: ControlPlane,
+        *,
+        trace: RequestTrace,
+        wakeup: asyncio.Event,
+        limits: DispatchLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._trace = trace
+        self._wakeup = wakeup
+        self._limits = limits or DispatchLimits()
+        self._clock = clock or SystemClock()
+        self._deadline = self._clock.now() + self._limits.request_seconds
+        self.leg = 0
+        self._current: _Leg | None = None
+        self._avoid: frozenset[str] = frozenset()
+        self._num_lost_legs = 0
+        self._num_rejected_legs = 0
+        self._outputs: list[int] = []
+        self._num_taken = 0
+        self._logprobs: list[m.TokenLogprobs] = []  # of the outputs that were not taken yet
+        self._finish_reason: FinishReason | None = None
+        self._error: TandemError | None = None
+        self.num_cached_tokens: int | None = None
+        self._driver: asyncio.Task[None] | None = None
+
+    # --- the consumer's side ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._cluster.add(self)
+        self._driver = asyncio.create_task(self._drive(), name=f"dispatcher {self.request_id}")
+
+    def take(self) -> OutputBatch | None:
+        """What came since the last time, or None; raises the error that ended the request, after its last outputs."""
+        token_ids = self._outputs[self._num_taken :]
+        if not token_ids and self._error is not None:
+            raise self._error
+        if not token_ids and self._finish_reason is None:
+            return None
+        logprobs, self._logprobs = self._logprobs, []
+        self._num_taken = len(self._outputs)
+        if self._error is not None:
+            self._wakeup.set()  # it is raised the next time
+        return OutputBatch(token_ids, logprobs or None, self._finish_reason)
+
+    def close(self, reason: str) -> None:
+        """Ends it for good: a node that still works on it is told so at once."""
+        self._cluster.discard(self.request_id)
+        if self._driver is not None:
+            self._driver.cancel()
+        self._abort_leg(reason)
+
+    @property
+    def is_over(self) -> bool:
+        return self._finish_reason is not None or self._error is not None
+
+    # --- the control plane's side (PlacedRequest) -----------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        return self._job.request_id
+
+    @property
+    def node_id(self) -> str | None:
+        return self._current.node_id if self._current is not None else None
+
+    @property
+    def next_index(self) -> int:
+        return len(self._outputs)
+
+    @property
+    def decode_sequence(self) -> int:
+        return self._current.sequence if self._current is not None else 0
+
+    def accepted(self) -> None:
+        if self._current is not None:
+            self._current.answered.set()
+
+    def rejected(self, message: m.Rejected) -> None:
+        if self._current is not None:
+            self._current.rejection = message
+            self._current.end()
+
+    def node_lost(self, reason: str) -> None:
+        if self._current is not None:
+            self._current.lost_reason = reason
+            self._current.end()
+
+    def output(self, output: m.RequestOutput) -> None:
+        """Outputs of the current leg from an index that is not beyond the next one."""
+        leg = self._current
+        if leg is None or self.is_over or output.choice != 0:
+            return
+        leg.answered.set()
+        self._append(output)
+        if output.finish_reason in ("stop", "length"):
+            self._finish_reason = output.finish_reason
+            leg.end()
+        elif output.finish_reason == "error":
+            self._error = NodeFailedError(f"the node failed: {output.error or 'no reason given'}")
+            leg.end()
+        elif output.finish_reason == "abort":
+            self.node_lost("it gave the request up")
+        self._wakeup.set()
+
+    def _append(self, output: m.RequestOutput) -> None:
+        num_known = self.next_index - output.index
+        new_ids = output.token_ids[num_known:]
+        if new_ids and self._job.params.logprobs is not None:
+            self._append_logprobs((output.logprobs or [])[num_known:], len(new_ids))
+        self._outputs += new_ids
+        self._trace.outputs(len(new_ids))
+        if output.num_cached_tokens is not None and self.num_cached_tokens is None:
+            self.num_cached_tokens = min(output.num_cached_tokens, len(self._job.prompt_token_ids))
+
+    def _append_logprobs(self, logprobs: list[m.TokenLogprobs], count: int) -> None:
+        """Exactly one for each output, whatever the node sent: later code counts on it."""
+        missing = [m.TokenLogprobs(float("nan"))] * (count - len(logprobs))
+        self._logprobs += [*logprobs[:count], *missing]
+
+    # --- the driver: legs, one after the other ----------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        cause = "new"
+        try:
+            async with asyncio.timeout(self._remaining_seconds()):
+                while not self.is_over:
+                    cause = await self._run_leg(cause)
+        except TandemError as error:
+            self._fail(error)
+        except TimeoutError:
+            self._abort_leg("deadline")
+            limit = self._limits.request_seconds
+            self._fail(RequestTimeoutError(f"the request was not finished within {limit:g} s"))
+        except Exception:  # the consumer must hear of it, or it would wait for ever
+            log.exception("dispatcher_failed request_id=%s", self.request_id)
+            self._fail(NodeFailedError("the proxy failed; the log has more"))
+
+    async def _run_leg(self, cause: str) -> str:
+        """One placement, from the wait for a place to its end; returns why there must be another one."""
+        need = Need(len(self._job.prompt_token_ids) + len(self._outputs), self._avoid)
+        route = await self._cluster.admission.place(need, priority=self._job.priority)
+        leg = _Leg(route)
+        try:
+            self._trace.placed(cause)
+            self._send_decode(leg)
+            await self._wait_for_end(leg)
+        finally:
+            if self.is_over or leg.over.is_set():
+                self._current = None
+            self._cluster.admission.release(route)
+        return self._judge(leg)
+
+    def _send_decode(self, leg: _Leg) -> None:
+        self.leg += 1
+        job = self._job
+        message = m.Decode(
+            request_id=job.request_id,
+            leg=self.leg,
+            prompt_token_ids=list(job.prompt_token_ids),
+            params=job.params,
+            outputs=list(self._outputs),
+            sources=list(leg.route.sources),
+            cache_salt=job.cache_salt,
+            priority=job.priority,
+            deadline_seconds=self._remaining_seconds(),
+        )
+        self._current = leg
+        sequence = self._cluster.send(leg.node_id, message)
+        if sequence is None:
+            self.node_lost("it cannot be reached")
+        else:
+            leg.sequence = sequence
+
+    async def _wait_for_end(self, leg: _Leg) -> None:
+        try:
+            async with asyncio.timeout(self._limits.accept_seconds):
+                await leg.answered.wait()
+        except TimeoutError:
+            leg.lost_reason = f"it did not answer within {self._limits.accept_seconds:g} s"
+            self._abort_leg("no answer")
+        await leg.over.wait()
+
+    def _judge(self, leg: _Leg) -> str:
+        if leg.rejection is not None:
+            self._judge_rejection(leg.node_id, leg.rejection)
+            return "rejected"
+        if leg.lost_reason is not None:
+            self._judge_loss(leg.node_id, leg.lost_reason)
+        return "lost"
+
+    def _judge_rejection(self, node_id: str, rejection: m.Rejected) -> None:
+        if not rejection.is_retryable:
+            raise _refusal(rejection)
+        self._num_rejected_legs += 1
+        self._cluster.pause(node_id)
+        if self._num_rejected_legs >= self._limits.max_rejected_legs:
+            raise OverloadedError(f"nodes refused the request {self._num_rejected_legs} times: {rejection.message}")
+
+    def _judge_loss(self, node_id: str, reason: str) -> None:
+        self._num_lost_legs += 1
+        self._avoid |= {node_id}
+        self._cluster.pause(node_id)
+        log_event(log, "leg_lost", request_id=self.request_id, leg=self.leg, node=node_id, reason=reason)
+        if self._num_lost_legs >= self._limits.max_lost_legs:
+            raise UnavailableError(f"{self._num_lost_legs} nodes failed while they worked on this request")
+
+    def _fail(self, error: TandemError) -> None:
+        if not self.is_over:
+            self._error = error
+        self._wakeup.set()
+
+    def _abort_leg(self, reason: str) -> None:
+        leg, self._current = self._current, None
+        if leg is not None and not leg.over.is_set():
+            self._cluster.send(leg.node_id, m.Abort(request_id=self.request_id, leg=self.leg, reason=reason))
+            leg.end()
+
+    def _remaining_seconds(self) -> float:
+        return max(0.0, self._deadline - self._clock.now())
+
+
+def _refusal(rejection: m.Rejected) -> TandemError:
+    if rejection.code == ContextLengthError.code:
+        return ContextLengthError(rejection.message)
+    return InvalidRequestError(rejection.message)

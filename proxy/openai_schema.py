@@ -1,0 +1,320 @@
+"""Requests of /v1/completions and /v1/chat/completions: what is understood, what is refused, and why.
+
+An explicit null means the default. A field that this server does not know, or knows and cannot honour yet, is refused by name unless it
+has the value that changes nothing; nothing is ignored in silence. Knows no tokenizer: ids are checked against the
+vocabulary by whoever has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from common.errors import InvalidRequestError
+from common.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+
+MAX_STOP_STRINGS = 16  # OpenAI takes 4
+MAX_STOP_LENGTH = 512
+MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+DEFAULT_COMPLETION_TOKENS = 16
+
+_HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Fields that say something about the caller and nothing about the answer."""
+
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (0, False),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Known fields that cannot be honoured yet, with the values that ask for nothing."""
+
+
+def _refuse_non_text(part: object) -> object:
+    if isinstance(part, dict) and part.get("type") != "text":
+        raise ValueError(f"content part of type {part.get('type')!r} is not supported, this model reads text only")
+    return part
+
+
+class _Strict(BaseModel):
+    """Strict types (no "1" for 1), no NaN; nulls are dropped before anything is checked."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: object) -> object:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Annotated[TextPart, BeforeValidator(_refuse_non_text)]], Field(max_length=1024)] = ""
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _check_content(cls, content: object) -> object:
+        """Tells a wrong part by itself, not as one of several types that content might have been."""
+        if isinstance(content, list):
+            return [TextPart.model_validate(_refuse_non_text(part)) for part in content]
+        if not isinstance(content, str):
+            raise ValueError("must be a string or a list of text parts")
+        return content
+
+    def for_template(self) -> dict[str, str]:
+        """What templates expect: text parts joined by line breaks to one string."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": self.role, "content": content}
+        return message | ({"name": self.name} if self.name else {})
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class GenerationBody(_Strict):
+    """Fields that both endpoints have. Ranges are SamplingParams' own, so that there is one place for them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_unknown(self.model_extra or {})
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream true")
+        return self
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stop(cls, stop: object) -> object:
+        if not isinstance(stop, str | list):
+            raise ValueError("must be a string or a list of strings")
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > MAX_STOP_STRINGS:
+            raise ValueError(f"has {len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        for item in stops:
+            if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_LENGTH:
+                raise ValueError(f"must hold strings of 1 to {MAX_STOP_LENGTH} characters")
+        return stops
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """Most tokens the client asked for; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None for none, otherwise how many of the most likely tokens go with each token."""
+        raise NotImplementedError
+
+    def sampling_params(self, *, max_tokens: int, seed: int) -> SamplingParams:
+        """Raises InvalidRequestError naming the field, its value and the range."""
+        try:
+            return SamplingParams(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                max_tokens=max_tokens,
+                seed=seed,
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                logprobs=self.num_logprobs,
+            )
+        except ValueError as error:
+            raise InvalidRequestError(str(error), param=str(error).split(" ", 1)[0]) from None
+
+    @field_validator("seed")
+    @classmethod
+    def _check_seed(cls, seed: int | None) -> int | None:
+        if seed is not None and not -(2**63) <= seed <= MAX_SEED:
+            raise ValueError(f"is {seed}, must be from {-(2**63)} to {MAX_SEED}")
+        return seed
+
+    @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
+    @classmethod
+    def _check_max_tokens(cls, value: int | None) -> int | None:
+        if value is not None and not 1 <= value < 2**31:
+            raise ValueError(f"is {value}, must be at least 1")
+        return value
+
+
+class CompletionBody(GenerationBody):
+    """prompts: every prompt is a choice of its own. logprobs: how many of the most likely tokens, 0 to 20."""
+
+    prompt: Any
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, prompt: object) -> list[str] | list[list[int]]:
+        return _as_prompts(prompt)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        prompts: list[str] | list[list[int]] = self.prompt
+        return prompts
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatBody(GenerationBody):
+    """max_completion_tokens wins over max_tokens, its older name."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs true")
+        return self
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(_Strict):
+    """A prompt, or messages that the chat template makes one of."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages must be given")
+        return self
+
+
+class DetokenizeBody(_Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+# --- from bytes to a body -------------------------------------------------------------------------------------------
+
+_B = TypeVar("_B", bound=BaseModel)
+
+
+def parse_body(kind: type[_B], body: bytes) -> _B:
+    """Raises InvalidRequestError naming the field that is wrong; its message quotes no prompt."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _as_invalid_request(error.errors(include_url=False, include_input=False)) from None
+
+
+def _as_invalid_request(details: Iterable[ErrorDetails]) -> InvalidRequestError:
+    detail = next(iter(details))
+    text = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "json_invalid":
+        return InvalidRequestError(f"the request body is not valid JSON: {text.removeprefix('Invalid JSON: ')}")
+    field = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return InvalidRequestError(f"the field {field} is required", param=field)
+    if not field:  # said of the whole body, the field is named first
+        return InvalidRequestError(text, param=text.split(" ", 1)[0])
+    return InvalidRequestError(f"{field}: {text[:1].lower()}{text[1:]}", param=field)
+
+
+def _refuse_unknown(extra: dict[str, Any]) -> None:
+    asks_no_tool = extra.get("tool_choice") == "none"
+    for name, value in extra.items():
+        if name in _HARMLESS or (name in ("tools", "functions") and asks_no_tool):
+            continue
+        if name not in _NEUTRAL_VALUES:
+            raise ValueError(f"{name} is not a field that this server knows")
+        if not any(value == neutral and isinstance(value, bool) <= isinstance(neutral, bool | int) for neutral in _NEUTRAL_VALUES[name]):
+            allowed = " or ".join(repr(neutral) for neutral in _NEUTRAL_VALUES[name])
+            raise ValueError(f"{name} is not supported by this server, it may only be absent, null or {allowed}")
+
+
+def _as_prompts(prompt: object) -> list[str] | list[list[int]]:
+    """One string or list of token ids, or a list of either, as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError("must be a string, a list of token ids, or a list of either, and not empty")
+    if all(type(item) is int for item in prompt):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise ValueError(f"has {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed")
+    if all(isinstance(item, str) for item in prompt) or all(_is_token_ids(item) for item in prompt):
+        return prompt
+    raise ValueError("must be a string, a list of token ids, or a list of either")
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

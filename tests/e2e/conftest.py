@@ -1,0 +1,163 @@
+"""A real service on the real model, and transformers' greedy outputs to hold it against."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.load import filler as make_filler
+from benchmarks.service import Node, Service, start_service
+
+MODEL = "smollm2-135m-instruct"
+TIE = 2e-3  # log-probabilities closer than this may change places between two orders of summation
+ONE_THREAD = ["--num-threads", "1"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt and what transformers' greedy decoding in float32 made of it."""
+
+    name: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    steps: list[list[float]]
+
+    def check(self, output_token_ids: list[int]) -> None:
+        """Equal to the reference, or different from a step on where the two best tokens tie within rounding.
+
+        At such a tie the runner-up is right too (its log-probability is the best's within TIE); what follows it is
+        another text and is not compared.
+        """
+        for index, (mine, right) in enumerate(zip(output_token_ids, self.output_token_ids, strict=False)):
+            if mine == right:
+                continue
+            _, best, second_id, second = self.steps[index]
+            assert mine == second_id, f"{self.name}: output {index} is {mine}, must be {right}"
+            assert best - second < TIE, f"{self.name}: output {index} is {mine}, must be {right} (margin {best - second})"
+            return
+        assert len(output_token_ids) == len(self.output_token_ids), f"{self.name}: {len(output_token_ids)} outputs"
+
+
+def load_cases() -> dict[str, Case]:
+    found = json.loads(Path(__file__).with_name("greedy_reference.json").read_text())
+    return {name: Case(name, **fields) for name, fields in found.items()}
+
+
+
+class Client:
+    """Raw HTTP to one service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.http = httpx.Client(base_url=service.url, timeout=120, trust_env=False)
+
+    def complete(self, prompt: str | list[int], **extra: Any) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": 64, "temperature": 0, "return_token_ids": True, **extra}
+        reply = self.http.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    def token_ids(self, prompt: str | list[int], **extra: Any) -> list[int]:
+        return list(self.complete(prompt, **extra)["choices"][0]["token_ids"])
+
+    def check_case(self, case: Case) -> None:
+        case.check(self.token_ids(case.prompt_token_ids))
+
+    def metric(self, node: Node, name: str) -> float:
+        return metric(node, name)
+
+    def assert_pools_idle(self, seconds: float = 2.0) -> None:
+        assert_pools_idle(self.service, seconds)
+
+
+def metric(node: Node, name: str) -> float:
+    """Sum over a metric's series at one node."""
+    text = httpx.get(f"{node.url}/metrics", timeout=5, trust_env=False).text
+    lines = [line for line in text.splitlines() if line.startswith((name + " ", name + "{"))]
+    assert lines, f"no metric {name}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def assert_pools_idle(service: Service, seconds: float = 2.0) -> None:
+    """Every node's pool holds cached blocks only: nothing runs, waits or is held, and all blocks are free."""
+    deadline = time.monotonic() + seconds
+    while True:
+        held = {
+            f"{node.role}:{node.port}": metric(node, "vllm:kv_cache_usage_perc")
+            for node in service.nodes
+            if node.role != "proxy" and node.process.poll() is None
+        }
+        if not any(held.values()):
+            return
+        assert time.monotonic() < deadline, f"blocks still held after {seconds} s: {held}"
+        time.sleep(0.02)
+
+
+def run_together(*calls: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.fixture
+def together() -> Callable[..., list[Any]]:
+    """Runs all calls at once; their results in order."""
+    return run_together
+
+
+@pytest.fixture(scope="session")
+def cases() -> dict[str, Case]:
+    return load_cases()
+
+
+@pytest.fixture
+def filler() -> Callable[[int, int], list[int]]:
+    """A prompt of so many ordinary tokens, for a salt, that no cache knows."""
+    return make_filler
+
+
+@pytest.fixture
+def own_service() -> Iterator[Callable[..., Client]]:
+    """Starts a ready service of its own for a test that harms it."""
+    with ExitStack() as stack:
+        yield lambda **shape: Client(stack.enter_context(start_service(MODEL, node_flags=ONE_THREAD, **shape)))
+
+
+@pytest.fixture
+def own_parts(tmp_path: Path) -> Iterator[Callable[[], Service]]:
+    """A service without any process yet."""
+    with ExitStack() as stack:
+
+        def make() -> Service:
+            service = Service(MODEL, tmp_path, ONE_THREAD)
+            stack.callback(service.close)
+            return service
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def split() -> Iterator[Client]:
+    """One proxy, one prefill node, one decode node."""
+    with start_service(MODEL, node_flags=ONE_THREAD) as service:
+        yield Client(service)
+
+
+@pytest.fixture(scope="session")
+def single() -> Iterator[Client]:
+    """One proxy and one decode node, which prefills itself."""
+    with start_service(MODEL, num_prefill=0, node_flags=ONE_THREAD) as service:
+        yield Client(service)
+
+
+@pytest.fixture
+def connect() -> Callable[[Service], Client]:
+    return Client

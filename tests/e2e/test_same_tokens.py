@@ -1,0 +1,47 @@
+"""The served model gives transformers' greedy tokens, split and not, alone and beside others, cold and warm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.timeout(300)
+def test_split_equals_transformers_in_a_mixed_batch_cold(split: Any, cases: dict[str, Any], together: Any) -> None:
+    together(*[lambda case=case: split.check_case(case) for case in cases.values()])
+    split.assert_pools_idle()
+
+
+@pytest.mark.parametrize("name", ["chat_unicode", "text_code", "length_1", "length_16", "length_33", "length_1000"])
+def test_split_equals_transformers_alone_and_warm(split: Any, cases: dict[str, Any], name: str) -> None:
+    split.check_case(cases[name])
+    again = split.complete(cases[name].prompt_token_ids)
+    cases[name].check(again["choices"][0]["token_ids"])
+    num_prompt = len(cases[name].prompt_token_ids)
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= (num_prompt - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("name", ["chat_reason", "text_cjk", "length_17", "length_257"])
+def test_without_prefill_node_equals_transformers(single: Any, cases: dict[str, Any], name: str) -> None:
+    single.check_case(cases[name])
+
+
+SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 4711, "ignore_eos": True, "max_tokens": 24}
+
+
+def test_seeded_sampling_is_the_same_alone_in_a_batch_split_and_not(
+    split: Any, single: Any, cases: dict[str, Any], together: Any
+) -> None:
+    prompt = cases["text_story"].prompt_token_ids
+    alone = split.token_ids(prompt, **SEEDED)
+    strangers = [
+        lambda i=i: split.token_ids(cases["length_64"].prompt_token_ids, **{**SEEDED, "seed": i}) for i in range(7)
+    ]
+    in_batch, *others = together(lambda: split.token_ids(prompt, **SEEDED), *strangers)
+    assert in_batch == alone
+    assert single.token_ids(prompt, **SEEDED) == alone
+    assert len({tuple(o) for o in others}) > 1, "seeds make no difference"

@@ -1,0 +1,62 @@
+"""Outputs kept for a proxy that may ask again, and forgotten once it has them."""
+
+from __future__ import annotations
+
+from common.messages import LiveRequest, RequestOutput
+from decode_node.output_log import OutputLog
+
+
+def output(index: int, finish: str | None = None) -> RequestOutput:
+    return RequestOutput(request_id="r", leg=1, index=index, token_ids=[index], finish_reason=finish)  # type: ignore[arg-type]
+
+
+def logged(num_outputs: int, *, finished: bool = False) -> OutputLog:
+    log = OutputLog(keep_seconds=10.0)
+    log.open("p", "r", 1, 0)
+    for index in range(num_outputs):
+        is_last = finished and index == num_outputs - 1
+        log.record(output(index, "stop" if is_last else None), sequence=index + 1, now=0.0)
+    return log
+
+
+def test_outputs_from_an_index_on() -> None:
+    assert [o.index for o in logged(5).outputs_from("r", 1, 3)] == [3, 4]
+
+
+def test_finish_reason_is_resent_even_when_no_token_is_missing() -> None:
+    assert [o.finish_reason for o in logged(3, finished=True).outputs_from("r", 1, 3)] == ["stop"]
+
+
+def test_another_leg_has_nothing_to_resend() -> None:
+    assert logged(3).outputs_from("r", 2, 0) == []
+
+
+def test_live_requests_name_the_next_index() -> None:
+    assert logged(3).live("p") == [LiveRequest("r", 1, 3)]
+    assert logged(3).live("other") == []
+
+
+def test_unfinished_request_is_kept_whatever_is_acknowledged() -> None:
+    log = logged(3)
+    log.acknowledge("p", 99, now=0.0)
+    assert log.live("p")
+
+
+def test_finished_request_is_forgotten_when_its_last_message_is_acknowledged() -> None:
+    log = logged(3, finished=True)
+    log.acknowledge("p", 2, now=0.0)
+    assert log.live("p")
+    log.acknowledge("p", 3, now=0.0)
+    assert not log.live("p")
+
+
+def test_finished_request_that_nobody_acknowledges_is_forgotten_after_the_lease() -> None:
+    log = logged(3, finished=True)
+    log.acknowledge("p", 0, now=10.1)
+    assert not log.live("p")
+
+
+def test_a_lost_proxy_takes_its_requests_along() -> None:
+    log = logged(3)
+    assert log.forget_proxy("p") == ["r"]
+    assert not log.live("p")

@@ -1,0 +1,174 @@
+"""Doubles for scheduling tests: factories, and a runner that keeps a shadow of the KV memory.
+
+The shadow stores in each slot a digest of all tokens up to it. A step that reads a slot whose content is not that of
+its own tokens, writes into a block that others use, or writes a slot twice, fails the test; and since the next token is a
+function of that digest, right outputs prove that scheduling lost, repeated and mixed up nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from common.kv_layout import KVLayout
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.kv_cache_manager import KVCacheManager
+from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
+from common.scheduling.scheduler import Scheduler, SchedulerConfig
+
+VOCAB_SIZE = 97
+BLOCK_SIZE = 8
+
+
+def layout(block_size: int = BLOCK_SIZE) -> KVLayout:
+    return KVLayout(
+        num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32", model_fingerprint="test"
+    )
+
+
+def digests(token_ids: Sequence[int], salt: str = "") -> list[int]:
+    """What the shadow memory holds for each position."""
+    digest, chain = sum(salt.encode()), []
+    for token_id in token_ids:
+        digest = hash((digest, token_id))
+        chain.append(digest)
+    return chain
+
+
+def next_token(token_ids: Sequence[int], salt: str = "") -> int:
+    return digests(token_ids, salt)[-1] % VOCAB_SIZE
+
+
+def expected_outputs(prompt: Sequence[int], count: int, salt: str = "") -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, salt))
+    return tokens[len(prompt) :]
+
+
+class ShadowRunner:
+    """Executes steps on shadow memory and checks every rule of `output.py`."""
+
+    next_token = staticmethod(next_token)
+    expected_outputs = staticmethod(expected_outputs)
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.block_size = scheduler.cache.block_size
+        self.memory: dict[int, int] = {}
+        self.batches: list[SchedulerOutput] = []
+
+    def step(self, inbox: Inbox | None = None) -> SchedulerOutput:
+        """schedule, execute, update."""
+        batch = self.scheduler.schedule()
+        self.scheduler.update(batch, self.execute(batch, inbox, lambda: False))
+        self.scheduler.check_integrity()
+        return batch
+
+    def execute(self, batch: SchedulerOutput, inbox: Inbox | None, should_cancel: CancelCheck) -> StepResult:
+        self.batches.append(batch)
+        assert batch.num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len(batch.scheduled) <= self.scheduler.config.max_num_seqs
+        for source, destination in batch.copies:
+            for offset in range(self.block_size):
+                self.memory[destination * self.block_size + offset] = self.memory.get(source * self.block_size + offset, 0)
+        written: set[int] = set()
+        for rows in batch.scheduled:
+            self._write(rows, written)
+        sampled, hidden = {}, {}
+        for rows in batch.scheduled:
+            token = self._read(rows)
+            if rows.is_last_chunk and rows.request.is_compute_only:
+                hidden[rows.request.request_id] = np.array([[token]], np.float32)
+            elif rows.is_last_chunk:
+                sampled[rows.request.request_id] = SampledToken(token)
+        for row in inbox.take() if inbox else ():
+            assert row.request.request_id not in sampled
+            sampled[row.request.request_id] = SampledToken(int(row.row[0]))
+        return StepResult(sampled=sampled, hidden=hidden)
+
+    def fetch(self, request: Request, block_ids: Sequence[int], start: int, end: int) -> None:
+        """Another node's KV of positions start .. end - 1 arrives."""
+        chain = digests(request.all_token_ids[:end], request.cache_salt)
+        for position in range(start, end):
+            self.memory[self._slot(block_ids, position)] = chain[position]
+
+    def _slot(self, block_table: Sequence[int], position: int) -> int:
+        return block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, rows: ScheduledRequest, written: set[int]) -> None:
+        request, end = rows.request, rows.start + rows.num_tokens
+        assert rows.num_tokens > 0
+        assert rows.start == request.num_computed_tokens
+        assert end <= request.num_tokens
+        assert rows.is_last_chunk == (end == request.num_tokens)
+        if rows.recompute_only:
+            assert rows.num_tokens == 1
+            assert rows.is_last_chunk
+            return
+        chain = digests(request.all_token_ids[:end], request.cache_salt)
+        for position in range(rows.start, end):
+            slot = self._slot(rows.block_table, position)
+            block_id = slot // self.block_size
+            assert block_id != 0, "the null block is in a table"
+            assert self.scheduler.cache.pool.ref_count(block_id) == 1, "a shared block is written"
+            assert slot not in written, "a slot is written twice in a step"
+            written.add(slot)
+            self.memory[slot] = chain[position]
+
+    def _read(self, rows: ScheduledRequest) -> int:
+        request, end = rows.request, rows.start + rows.num_tokens
+        chain = digests(request.all_token_ids[:end], request.cache_salt)
+        for position in range(end):
+            found = self.memory.get(self._slot(rows.block_table, position))
+            assert found == chain[position], f"{request}: wrong KV at position {position}"
+        return chain[-1] % VOCAB_SIZE
+
+
+@pytest.fixture
+def make_scheduler() -> Callable[..., Scheduler]:
+    def make(
+        num_blocks: int = 100, *, block_size: int = BLOCK_SIZE, enable_prefix_caching: bool = True, **config: int
+    ) -> Scheduler:
+        config = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 512} | config
+        cache = KVCacheManager(layout(block_size), num_blocks, enable_prefix_caching=enable_prefix_caching)
+        return Scheduler(SchedulerConfig(**config), cache)
+
+    return make
+
+
+@pytest.fixture
+def make_runner() -> Callable[[Scheduler], ShadowRunner]:
+    return ShadowRunner
+
+
+@pytest.fixture
+def make_request() -> Callable[..., Request]:
+    """A request named r0, r1, ... with a prompt of its own (or one given), `max_tokens` outputs and no end token."""
+    counter = iter(range(10**6))
+
+    def make(num_tokens: int = 8, max_tokens: int | None = 4, *, prompt: Sequence[int] = (), **fields: object) -> Request:
+        number = next(counter)
+        prompt = prompt or [1000 * (number + 1) + i for i in range(num_tokens)]
+        params = None if max_tokens is None else SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        fields.setdefault("params", params)
+        fields.setdefault("request_id", f"r{number}")
+        return Request(prompt_token_ids=list(prompt), **fields)
+
+    return make
+
+
+@pytest.fixture
+def assert_empty() -> Callable[[Scheduler], None]:
+    """Nothing held: no request, every reference count 0, books in order."""
+
+    def check(scheduler: Scheduler) -> None:
+        assert not scheduler.requests
+        assert scheduler.num_held_requests == 0
+        assert scheduler.cache.pool.num_used == 0
+        scheduler.check_integrity()
+
+    return check
