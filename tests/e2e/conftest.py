@@ -1,13 +1,11 @@
-"""A real service on the real model, and transformers' greedy outputs to hold it against."""
+"""A real service of separate processes on the real model, and clients to ask it."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +16,7 @@ from benchmarks.load import filler as make_filler
 from benchmarks.service import Node, Service, start_service
 
 MODEL = "smollm2-135m-instruct"
-TIE = 2e-3  # log-probabilities closer than this may change places between two orders of summation
 ONE_THREAD = ["--num-threads", "1"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One prompt and what transformers' greedy decoding in float32 made of it."""
-
-    name: str
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    steps: list[list[float]]
-
-    def check(self, output_token_ids: list[int]) -> None:
-        """Equal to the reference, or different from a step on where the two best tokens tie within rounding.
-
-        At such a tie the runner-up is right too (its log-probability is the best's within TIE); what follows it is
-        another text and is not compared.
-        """
-        for index, (mine, right) in enumerate(zip(output_token_ids, self.output_token_ids, strict=False)):
-            if mine == right:
-                continue
-            _, best, second_id, second = self.steps[index]
-            assert mine == second_id, f"{self.name}: output {index} is {mine}, must be {right}"
-            assert best - second < TIE, f"{self.name}: output {index} is {mine}, must be {right} (margin {best - second})"
-            return
-        assert len(output_token_ids) == len(self.output_token_ids), f"{self.name}: {len(output_token_ids)} outputs"
-
-
-def load_cases() -> dict[str, Case]:
-    found = json.loads(Path(__file__).with_name("greedy_reference.json").read_text())
-    return {name: Case(name, **fields) for name, fields in found.items()}
-
 
 
 class Client:
@@ -69,7 +35,7 @@ class Client:
     def token_ids(self, prompt: str | list[int], **extra: Any) -> list[int]:
         return list(self.complete(prompt, **extra)["choices"][0]["token_ids"])
 
-    def check_case(self, case: Case) -> None:
+    def check_case(self, case: Any) -> None:
         case.check(self.token_ids(case.prompt_token_ids))
 
     def metric(self, node: Node, name: str) -> float:
@@ -111,11 +77,6 @@ def run_together(*calls: Any) -> list[Any]:
 def together() -> Callable[..., list[Any]]:
     """Runs all calls at once; their results in order."""
     return run_together
-
-
-@pytest.fixture(scope="session")
-def cases() -> dict[str, Case]:
-    return load_cases()
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Doubles for scheduling tests: factories, and a runner that keeps a shadow of the KV memory.
 
 The shadow stores in each slot a digest of all tokens up to it. A step that reads a slot whose content is not that of
-its own tokens, writes into a block that others use, or writes a slot twice, fails the test; and since the next token is a
-function of that digest, right outputs prove that scheduling lost, repeated and mixed up nothing.
+its own tokens, writes into a block that others use, or writes a slot twice, fails the test; and since the next token is
+a function of that digest, right outputs prove that scheduling lost, repeated and mixed up nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class ShadowRunner:
         assert len(batch.scheduled) <= self.scheduler.config.max_num_seqs
         for source, destination in batch.copies:
             for offset in range(self.block_size):
-                self.memory[destination * self.block_size + offset] = self.memory.get(source * self.block_size + offset, 0)
+                self.memory[destination * self.block_size + offset] = self.memory.get(
+                    source * self.block_size + offset, 0
+                )
         written: set[int] = set()
         for rows in batch.scheduled:
             self._write(rows, written)
@@ -150,7 +152,9 @@ def make_request() -> Callable[..., Request]:
     """A request named r0, r1, ... with a prompt of its own (or one given), `max_tokens` outputs and no end token."""
     counter = iter(range(10**6))
 
-    def make(num_tokens: int = 8, max_tokens: int | None = 4, *, prompt: Sequence[int] = (), **fields: object) -> Request:
+    def make(
+        num_tokens: int = 8, max_tokens: int | None = 4, *, prompt: Sequence[int] = (), **fields: object
+    ) -> Request:
         number = next(counter)
         prompt = prompt or [1000 * (number + 1) + i for i in range(num_tokens)]
         params = None if max_tokens is None else SamplingParams(max_tokens=max_tokens, temperature=0.0)

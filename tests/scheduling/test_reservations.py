@@ -130,7 +130,9 @@ def test_finished_at_output_0_holds_its_blocks_until_the_fence(make_scheduler, m
     assert_empty(scheduler)
 
 
-def test_an_aborted_reservation_holds_its_blocks_until_the_fence(make_scheduler, make_runner, make_request, assert_empty):
+def test_an_aborted_reservation_holds_its_blocks_until_the_fence(
+    make_scheduler, make_runner, make_request, assert_empty
+):
     scheduler = make_scheduler(max_num_seqs=1)
     runner = make_runner(scheduler)
     scheduler.add(make_request(20, wants_remote_kv=True))
@@ -167,7 +169,7 @@ def grow_until(runner, condition):
 
 
 def test_a_running_request_revokes_the_youngest_without_output(make_scheduler, make_runner, make_request):
-    scheduler = make_scheduler(num_blocks=9)  # 8 usable
+    scheduler = make_scheduler(num_blocks=8)  # 7 usable
     runner = make_runner(scheduler)
     running = make_request(7, max_tokens=30)
     scheduler.add(running)
@@ -199,12 +201,12 @@ def test_a_revoked_request_is_reserved_anew_before_later_ones(make_scheduler, ma
     runner.step()
     request, later = make_request(9, wants_remote_kv=True), make_request(4)
     scheduler.add(request)
-    scheduler.add(later)
     grow_until(runner, lambda batch: batch.revoked == (request,))
+    scheduler.add(later)
     scheduler.release_reservation("r1")
-    grow_until(runner, lambda batch: batch.reserved == (request,))
+    batch = grow_until(runner, lambda batch: batch.reserved == (request,))
     assert running.is_finished
-    assert not later.output_token_ids
+    assert batch.started == (later,)  # not a step earlier
     receive(scheduler, runner, request, 9)
     grow_until(runner, lambda batch: not scheduler.requests)
     assert request.output_token_ids == runner.expected_outputs(request.prompt_token_ids, 4)

@@ -156,7 +156,9 @@ def test_a_preempted_request_goes_before_those_that_came_later(make_scheduler, m
     assert seen.index("r1") < seen.index("r2")
 
 
-def test_a_request_that_outgrows_the_pool_alone_ends_with_length(make_scheduler, make_runner, make_request, assert_empty):
+def test_a_request_that_outgrows_the_pool_alone_ends_with_length(
+    make_scheduler, make_runner, make_request, assert_empty
+):
     scheduler = make_scheduler(num_blocks=4, max_model_len=512)  # 24 tokens
     runner = make_runner(scheduler)
     request = make_request(20, max_tokens=100)
@@ -245,7 +247,7 @@ def test_outputs_are_cached_too(make_scheduler, make_runner, make_request):
     first = make_request(6, max_tokens=12)
     scheduler.add(first)
     run_all(scheduler, runner)
-    turn = make_request(prompt=first.all_token_ids + [5, 6])
+    turn = make_request(prompt=[*first.all_token_ids, 5, 6])
     scheduler.add(turn)
     runner.step()
     assert turn.num_cached_tokens == 16
@@ -296,8 +298,8 @@ def test_chunks_of_a_computation_end_at_block_edges(make_scheduler, make_runner,
 def test_a_chunk_smaller_than_a_block_still_advances(make_scheduler, make_runner, make_request):
     scheduler = make_scheduler(max_num_batched_tokens=3)
     runner = make_runner(scheduler)
-    scheduler.add(make_request(9, max_tokens=None))
-    assert [rows_of(runner.step())["r0"] for _ in range(4)] == [(0, 3), (3, 3), (6, 2), (8, 1)]
+    scheduler.add(make_request(10, max_tokens=None))
+    assert [rows_of(runner.step())["r0"] for _ in range(4)] == [(0, 3), (3, 3), (6, 2), (8, 2)]
 
 
 def test_a_computation_waits_for_all_its_blocks_and_is_never_preempted(make_scheduler, make_runner, make_request):

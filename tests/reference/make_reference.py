@@ -1,4 +1,4 @@
-"""Recomputes greedy_reference.json: `python tests/e2e/make_reference.py MODEL_DIR` (needs transformers; minutes).
+"""Recomputes greedy_reference.json: `python tests/reference/make_reference.py MODEL_DIR` (needs transformers; minutes).
 
 For each prompt: its token ids and what transformers' greedy decoding in float32 gives, 64 tokens, with the two best
 log-probabilities at each step, so that a test can tell a wrong token from a tie within rounding.

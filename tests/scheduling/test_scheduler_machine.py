@@ -1,0 +1,216 @@
+"""The scheduler under everything that can happen to it, in any order, on a shadow memory.
+
+Streams, computations, lookups and remote requests come, are aborted, adopted, revoked, released at any time, on a pool
+so small that blocks are always short. After every step the books agree and somebody advances; in the end everybody ends
+with the outputs of an unpressured run, and nothing is held.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from common.request import FinishReason, Request, RequestStatus
+from common.sampling_params import SamplingParams
+from common.scheduling.kv_cache_manager import KVCacheManager
+from common.scheduling.output import HiddenRow
+from common.scheduling.scheduler import Scheduler, SchedulerConfig
+
+prompts = st.builds(lambda head, tail: [1] * head + tail, st.integers(0, 26), st.lists(st.integers(0, 2), max_size=9))
+
+
+class Rows:
+    """An inbox of rows that are there when the step polls."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def take(self):
+        rows, self.rows = self.rows, []
+        return rows
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self, make_runner, layout):
+        super().__init__()
+        config = SchedulerConfig(max_num_batched_tokens=12, max_num_seqs=5, max_model_len=64)
+        self.scheduler = Scheduler(config, KVCacheManager(layout, 9))  # 8 usable blocks, 64 tokens
+        self.runner = make_runner(self.scheduler)
+        self.known: dict[str, Request] = {}
+        self.fetching: dict[str, tuple[int, list[int]]] = {}  # cached tokens, blocks: may be written until the fence
+        self.serving: set[str] = set()  # computations that were started and not released
+
+    # --- what comes -------------------------------------------------------------------------------------------------
+
+    def add(self, prompt, **fields):
+        request = Request(f"r{len(self.known)}", prompt or [0], **fields)
+        self.known[request.request_id] = request
+        self.scheduler.add(request)
+        return request
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(1, 30),
+        priority=st.sampled_from([0, 0, 0, -1]),
+        salt=st.sampled_from(["", "", "s"]),
+        remote=st.booleans(),
+    )
+    def add_stream(self, prompt, max_tokens, priority, salt, remote):
+        params = SamplingParams(max_tokens=max_tokens)
+        self.add(prompt, params=params, priority=priority, cache_salt=salt, wants_remote_kv=remote)
+
+    @rule(prompt=prompts, all_hidden=st.booleans())
+    def add_computation(self, prompt, all_hidden):
+        self.serving.add(self.add(prompt, want_all_hidden=all_hidden).request_id)
+
+    @rule(prompt=prompts)
+    def add_lookup(self, prompt):
+        self.serving.add(self.add(prompt, wants_cached_only=True).request_id)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.known)))
+        if request_id in self.serving:
+            self.scheduler.release(request_id)
+            self.serving.discard(request_id)
+        else:
+            self.scheduler.abort(request_id)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.scheduler.reset_prefix_cache()
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count):
+        for _ in range(count):
+            self.one_step()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def step_with_hidden_row(self, data):
+        """A hidden row of any live request joins, even when its fetch is long revoked."""
+        request = self.known[data.draw(st.sampled_from(sorted(self.known)))]
+        if self.scheduler.accepts_hidden(request.request_id, request.num_tokens) and request.wants_remote_kv:
+            token = self.runner.next_token(request.all_token_ids, request.cache_salt)
+            self.one_step([HiddenRow(request, [token])])
+
+    def one_step(self, rows=()):
+        batch = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        accepted = [
+            row for row in rows if self.scheduler.accepts_hidden(row.request.request_id, row.request.num_tokens)
+        ]
+        result = self.runner.execute(batch, Rows(accepted), lambda: False)
+        self.scheduler.update(batch, result)
+        for request in batch.reserved:
+            cache, request_id = self.scheduler.cache, request.request_id
+            self.fetching[request_id] = (cache.num_filled_tokens(request_id), list(cache.block_ids(request_id)))
+        if batch.is_idle and self.scheduler.requests:
+            assert self.fetching or self.serving, f"nobody advances: {self.scheduler.requests}"
+        return batch
+
+    # --- the fetching side ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.fetching)
+    @rule(data=st.data(), end=st.integers(1, 40))
+    def receive_some(self, data, end):
+        self.receive(data.draw(st.sampled_from(sorted(self.fetching))), end)
+
+    def receive(self, request_id, end):
+        """Writes into granted blocks, whatever became of the request; returns how far its KV is in."""
+        num_cached, block_ids = self.fetching[request_id]
+        end = min(end, self.known[request_id].num_tokens)
+        for block_id in block_ids[num_cached // 8 :]:
+            assert self.scheduler.cache.pool.ref_count(block_id) == 1, "others use a block that is being written"
+        self.runner.fetch(self.known[request_id], block_ids, num_cached, end)
+        return end
+
+    @precondition(lambda self: self.fetching)
+    @rule(data=st.data(), end=st.integers(0, 40))
+    def adopt(self, data, end):
+        request_id = data.draw(st.sampled_from(sorted(self.fetching)))
+        request = self.known[request_id]
+        end = self.receive(request_id, end)
+        del self.fetching[request_id]
+        if request.is_finished:
+            self.scheduler.release_reservation(request_id)
+        else:
+            self.scheduler.adopt(request_id, end)
+
+    @precondition(lambda self: self.fetching)
+    @rule(data=st.data())
+    def release_reservation(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.fetching)))
+        del self.fetching[request_id]
+        self.scheduler.release_reservation(request_id)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def cancel_remote(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.known)))
+        if request_id not in self.fetching:
+            self.scheduler.cancel_remote(request_id)
+
+    # --- always, and at the end -------------------------------------------------------------------------------------
+
+    @invariant()
+    def books_agree(self):
+        self.scheduler.check_integrity()
+        self.scheduler.cache.check_counts()
+        stats = self.scheduler.stats()
+        live = [r for r in self.known.values() if not r.is_finished]
+        assert stats.num_running == sum(r.status is RequestStatus.RUNNING for r in live)
+        assert stats.num_waiting_for_kv == sum(r.status is RequestStatus.WAITING_FOR_KV for r in live)
+        assert stats.num_running + stats.num_waiting_for_kv <= 5
+        assert all(request.num_computed_tokens <= request.num_tokens for request in live)
+
+    def teardown(self):
+        for _ in range(3000):
+            if not self.scheduler.requests and not self.fetching:
+                break
+            self.one_step()
+            for request_id in list(self.fetching):
+                self.finish_fetch(request_id)
+            for request_id in [i for i in self.serving if self.known[i].is_finished]:
+                self.scheduler.release(request_id)
+                self.serving.discard(request_id)
+        assert not self.scheduler.requests, f"somebody starves: {self.scheduler.requests}"
+        for request_id in self.serving:
+            self.scheduler.release(request_id)
+        assert self.scheduler.num_held_requests == 0
+        assert self.scheduler.cache.pool.num_used == 0
+        self.scheduler.check_integrity()
+        self.check_outputs()
+
+    def finish_fetch(self, request_id):
+        del self.fetching[request_id]
+        if self.known[request_id].is_finished:
+            self.scheduler.release_reservation(request_id)
+        else:
+            self.scheduler.adopt(request_id, 0)
+
+    def check_outputs(self):
+        for request in self.known.values():
+            if request.params is None:
+                continue
+            outputs = request.output_token_ids
+            right = self.runner.expected_outputs(request.prompt_token_ids, len(outputs), request.cache_salt)
+            assert outputs == right
+            if request.finish_reason is not FinishReason.ABORT:
+                assert request.finish_reason is FinishReason.LENGTH
+                assert len(outputs) == min(request.params.max_tokens, 64 - request.num_prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [pytest.param(250, id="fast"), pytest.param(4000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def test_machine(make_runner, make_scheduler, examples):
+    layout = make_scheduler().cache.layout
+    run_state_machine_as_test(
+        lambda: SchedulerMachine(make_runner, layout),
+        settings=settings(max_examples=examples, stateful_step_count=40, deadline=None),
+    )
