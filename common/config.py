@@ -11,7 +11,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError, field_validator
@@ -95,16 +95,8 @@ class ModelFlags(Flags):
         return self.served_model_name or self.model
 
 
-class NodeFlags(ModelFlags):
-    """What prefill and decode nodes have in common."""
-
-    proxy: Endpoints = Field(
-        (DEFAULT_CONTROL_ENDPOINT,), description="control endpoint of a proxy; repeat or separate by commas for several"
-    )
-    host: str = Field("127.0.0.1", description="address of this node's HTTP server (/health /ready /metrics)")
-    port: Port = Field(0, description="port of this node's HTTP server; 0 takes any free one")
-    fetch_host: str = Field("127.0.0.1", description="address where peers fetch KV blocks from this node")
-    fetch_port: Port = Field(0, description="port where peers fetch KV blocks from this node; 0 takes any free one")
+class EngineFlags(ModelFlags):
+    """How an engine computes and how much memory it takes."""
 
     dtype: KVDType = Field("float32", description="type of weights, activations and KV cache")
     max_model_len: int | None = Field(
@@ -123,6 +115,22 @@ class NodeFlags(ModelFlags):
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of a step")
     max_num_seqs: int = Field(64, ge=1, description="most requests that run at once")
 
+    @property
+    def resolved_num_threads(self) -> int:
+        return self.num_threads or default_num_threads()
+
+
+class NodeFlags(EngineFlags):
+    """What prefill and decode nodes have in common."""
+
+    proxy: Endpoints = Field(
+        (DEFAULT_CONTROL_ENDPOINT,), description="control endpoint of a proxy; repeat or separate by commas for several"
+    )
+    host: str = Field("127.0.0.1", description="address of this node's HTTP server (/health /ready /metrics)")
+    port: Port = Field(0, description="port of this node's HTTP server; 0 takes any free one")
+    fetch_host: str = Field("127.0.0.1", description="address where peers fetch KV blocks from this node")
+    fetch_port: Port = Field(0, description="port where peers fetch KV blocks from this node; 0 takes any free one")
+
     @field_validator("proxy", mode="before")
     @classmethod
     def _split_endpoints(cls, value: object) -> object:
@@ -132,10 +140,6 @@ class NodeFlags(ModelFlags):
     @classmethod
     def _check_endpoints(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return check_endpoints(value)
-
-    @property
-    def resolved_num_threads(self) -> int:
-        return self.num_threads or default_num_threads()
 
 
 # --- command line -------------------------------------------------------------------------------------------------
@@ -184,6 +188,18 @@ def build_parser(config_class: type[Flags], prog: str | None = None) -> argparse
     for name, field in config_class.model_fields.items():
         _add_flag(parser, name, field)
     return parser
+
+
+def to_flags(config: Flags, names: Collection[str]) -> list[str]:
+    """The flags that make another process take the same values; only what was given, so defaults stay its own."""
+    flags: list[str] = []
+    for name in sorted(config.model_fields_set & set(names)):
+        value = getattr(config, name)
+        if isinstance(value, bool):
+            flags.append(flag_name(name) if value else flag_name(f"no_{name}"))
+        elif value is not None:
+            flags += [flag_name(name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    return flags
 
 
 def flag_name(field_name: str) -> str:
@@ -239,7 +255,7 @@ def _default_text(field: FieldInfo) -> str:
         return f" (default: {'on' if default else 'off'})"
     if isinstance(default, tuple):
         default = ",".join(default)
-    return "" if default in (None, "") or field.is_required() else f" (default: {default})"
+    return "" if default in (None, "", []) or field.is_required() else f" (default: {default})"
 
 
 def _unknown_message(argument: str, config_class: type[Flags]) -> str:

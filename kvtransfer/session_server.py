@@ -309,7 +309,7 @@ class ServerSession:
 
     def _end(self, fetch: ServedFetch, outcome: str) -> list[ServerEffect]:
         del self._fetches[fetch.key]
-        pass
+        del self._peers[fetch.peer].fetches[fetch.fetch_id]
         return [ReleaseStore(fetch.key, str(outcome))]
 
     def _end_all(self, fetches: Iterable[ServedFetch], outcome: str) -> list[ServerEffect]:

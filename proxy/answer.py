@@ -31,12 +31,21 @@ class AnswerToken:
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """A part of the answer that is certain. stop_reason: the stop string or token id that ended it."""
+    """A part of the answer that is certain. stop_reason: the stop string or token id that ended it.
+
+    trimmed_token_ids: generated tokens that ended the answer and are no part of it.
+    """
 
     text: str = ""
     tokens: list[AnswerToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    trimmed_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All that the model generated, those that ended the answer included."""
+        return [*(token.token_id for token in self.tokens), *self.trimmed_token_ids]
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.finish_reason)
@@ -68,21 +77,21 @@ class Answer:
 
     def push(self, batch: OutputBatch) -> AnswerDelta:
         """What the new outputs let out; they may finish the answer, and then what follows in the batch is ignored."""
-        text = []
+        text: list[str] = []
         last = len(batch.token_ids) - 1
         for i, token_id in enumerate(batch.token_ids):
-            if i == last and batch.finish_reason == "stop" and self._is_end(token_id):
-                break
+            if i == last and self._is_end(token_id, batch):
+                return self._finish_at_end_token(token_id, "".join(text))
             released, match = self._push_token(token_id, batch.logprobs[i] if batch.logprobs else None)
             text.append(released)
             if match is not None:
-                return self._finish("".join(text), "stop", match.stop)
+                return self._finish_at_stop("".join(text), match)
         if batch.finish_reason is None:
             return AnswerDelta("".join(text), self._release_tokens())
-        return self._finish_as_node_did(batch, "".join(text))
+        return self._finish_whole("".join(text), batch.finish_reason)
 
-    def _is_end(self, token_id: int) -> bool:
-        return token_id in self._end_token_ids or token_id in self._stop_token_ids
+    def _is_end(self, token_id: int, batch: OutputBatch) -> bool:
+        return batch.finish_reason == "stop" and (token_id in self._end_token_ids or token_id in self._stop_token_ids)
 
     def _push_token(self, token_id: int, logprobs: TokenLogprobs | None) -> tuple[str, StopMatch | None]:
         self._held.append(AnswerToken(token_id, self._num_characters, logprobs))
@@ -94,26 +103,29 @@ class Answer:
         self._num_released += len(released)
         return released, match
 
-    def _finish_as_node_did(self, batch: OutputBatch, text: str) -> AnswerDelta:
+    def _finish_at_end_token(self, token_id: int, text: str) -> AnswerDelta:
+        return self._finish_whole(text, "stop", token_id if token_id in self._stop_token_ids else None, [token_id])
+
+    def _finish_whole(
+        self, text: str, reason: FinishReason, stop_reason: int | None = None, trimmed: Sequence[int] = ()
+    ) -> AnswerDelta:
+        """All held tokens belong to the answer, unless the very last text completes a stop string."""
         released, match = self._push_text(self._detokenizer.finish())
-        text += released
         if match is not None:
-            return self._finish(text, "stop", match.stop)
+            return self._finish_at_stop(text + released, match)
         rest = self._matcher.finish()
         self._num_released += len(rest)
-        end_token = batch.token_ids[-1] if batch.token_ids and batch.finish_reason == "stop" else None
-        stop_reason = end_token if end_token in self._stop_token_ids else None
-        assert batch.finish_reason is not None
-        return self._finish(text + rest, batch.finish_reason, stop_reason, is_complete=True)
-
-    def _finish(
-        self, text: str, reason: FinishReason, stop_reason: str | int | None, *, is_complete: bool = False
-    ) -> AnswerDelta:
-        """is_complete: all held tokens belong to the answer; otherwise those that begin after its end do not."""
         self.is_finished = True
-        tokens = self._release_tokens(also_empty=is_complete)
+        tokens = self._release_tokens(also_empty=True)
+        return AnswerDelta(text + released + rest, tokens, reason, stop_reason, list(trimmed))
+
+    def _finish_at_stop(self, text: str, match: StopMatch) -> AnswerDelta:
+        """Held tokens that begin after the answer's end are no part of it."""
+        self.is_finished = True
+        tokens = self._release_tokens()
+        trimmed = [token.token_id for token in self._held]
         self._held.clear()
-        return AnswerDelta(text, tokens, reason, stop_reason)
+        return AnswerDelta(text, tokens, "stop", match.stop, trimmed)
 
     def _release_tokens(self, *, also_empty: bool = False) -> list[AnswerToken]:
         tokens = []

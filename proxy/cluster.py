@@ -1,7 +1,8 @@
 """The proxy's side of every conversation with nodes: who may join, who is gone, which output belongs to which request.
 
     Hello -> Welcome or Refused, then the snapshot is compared with what this proxy has placed on the node
-    gap, or a stranger -> Rehello -> Hello -> unknown requests are aborted, missing ones move, missing outputs are resent
+    gap, or a stranger -> Rehello -> Hello -> what we do not know is aborted, what the node lacks moves, lost
+                                            outputs are asked for again
     lease over, Goodbye -> the node is gone, its requests move
 
 Joins the node pool, admission, the control socket and the requests' dispatchers. Knows no HTTP and no text.
@@ -99,7 +100,7 @@ class Cluster:
         finally:
             self._socket.close()
 
-    # --- what dispatchers use -----------------------------------------------------------------------------------------
+    # --- what dispatchers use ---------------------------------------------------------------------------------------
 
     def add(self, request: PlacedRequest) -> None:
         self._requests[request.request_id] = request
@@ -127,7 +128,7 @@ class Cluster:
         for node in self.pool:
             yield NodeSample(node.instance_id, node.role, node.stats, node.hello.layout.block_size)
 
-    # --- received -----------------------------------------------------------------------------------------------------
+    # --- received ---------------------------------------------------------------------------------------------------
 
     def received(self, routing_id: bytes, envelope: m.Envelope, message: m.NodeMessage) -> None:
         link = self._link(routing_id)
@@ -214,8 +215,8 @@ class Cluster:
             else:
                 self._ask_again(node_id, request)
         for request in self._placed_on(node_id):
-            item = listed.get(request.request_id)
-            if (item is None or item.leg != request.leg) and request.decode_sequence <= seen_sequence:
+            found = listed.get(request.request_id)
+            if (found is None or found.leg != request.leg) and request.decode_sequence <= seen_sequence:
                 request.node_lost("the node does not have it any more")
 
     def _ask_again(self, node_id: str, request: PlacedRequest) -> None:
@@ -255,7 +256,7 @@ class Cluster:
     def _abort_stranger(self, node_id: str, request_id: str, leg: int) -> None:
         self.send(node_id, m.Abort(request_id=request_id, leg=leg, reason="not a current leg of this proxy"))
 
-    # --- links, leases ------------------------------------------------------------------------------------------------
+    # --- links, leases ----------------------------------------------------------------------------------------------
 
     def _link(self, routing_id: bytes) -> Link | None:
         link = self._links.get(routing_id)

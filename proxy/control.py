@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import zmq
 import zmq.asyncio
@@ -101,7 +102,8 @@ class ControlSocket:
         link.sent += 1
         envelope = m.Envelope(self._instance_id, receiver, link.sent, link.received)
         frames = [link.routing_id, *m.encode(envelope, message)]
-        done: asyncio.Future[object] = self._socket.send_multipart(frames, zmq.NOBLOCK)  # NOBLOCK: done at once
+        # With NOBLOCK the future is done when it comes back.
+        done = cast("asyncio.Future[object]", self._socket.send_multipart(frames, zmq.NOBLOCK))
         if (error := done.exception()) is not None:
             log_event(log, "control_send_failed", node=receiver, type=type(message).__name__, error=error)
         return error is None

@@ -57,8 +57,8 @@ class Job:
 
 @dataclass(frozen=True)
 class DispatchLimits:
-    """max_lost_legs: nodes that may fail under one request. accept_seconds: how long a node may take to answer a Decode.
-    request_seconds: deadline for the whole request.
+    """max_lost_legs: nodes that may fail under one request. max_rejected_legs: times that nodes may refuse it.
+    accept_seconds: how long a node may take to answer a Decode. request_seconds: deadline for the whole request.
     """
 
     max_lost_legs: int = 3
@@ -141,7 +141,7 @@ class Dispatcher:
         self.num_cached_tokens: int | None = None
         self._driver: asyncio.Task[None] | None = None
 
-    # --- the consumer's side ------------------------------------------------------------------------------------------
+    # --- the consumer's side ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._cluster.add(self)
@@ -171,7 +171,7 @@ class Dispatcher:
     def is_over(self) -> bool:
         return self._finish_reason is not None or self._error is not None
 
-    # --- the control plane's side (PlacedRequest) -----------------------------------------------------------------------
+    # --- the control plane's side (PlacedRequest) -------------------------------------------------------------------
 
     @property
     def request_id(self) -> str:
@@ -235,7 +235,7 @@ class Dispatcher:
         missing = [m.TokenLogprobs(float("nan"))] * (count - len(logprobs))
         self._logprobs += [*logprobs[:count], *missing]
 
-    # --- the driver: legs, one after the other ----------------------------------------------------------------------------
+    # --- the driver: legs, one after the other ----------------------------------------------------------------------
 
     async def _drive(self) -> None:
         cause = "new"

@@ -134,12 +134,16 @@ class NodePool:
         if hello.protocol_version != m.PROTOCOL_VERSION:
             raise PeerError(f"node speaks protocol {hello.protocol_version}, this proxy {m.PROTOCOL_VERSION}")
         if self._vocab_size is not None and hello.vocab_size != self._vocab_size:
-            raise PeerError(f"node has a vocabulary of {hello.vocab_size}, this proxy's model one of {self._vocab_size}")
+            raise PeerError(
+                f"node has a vocabulary of {hello.vocab_size}, this proxy's model one of {self._vocab_size}"
+            )
         other = next((node for node in self._nodes.values() if node.instance_id != instance_id), None)
         if other is None:
             return
         theirs, ours = _shape(hello), _shape(other.hello)
-        if wrong := [f"{name} is {theirs[name]} here, {ours[name]} there" for name in ours if theirs[name] != ours[name]]:
+        if wrong := [
+            f"{name} is {theirs[name]} here, {ours[name]} there" for name in ours if theirs[name] != ours[name]
+        ]:
             raise PeerError(f"node does not fit the cluster (here: the node, there: the cluster): {'; '.join(wrong)}")
 
 

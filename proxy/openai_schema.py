@@ -1,8 +1,8 @@
 """Requests of /v1/completions and /v1/chat/completions: what is understood, what is refused, and why.
 
-An explicit null means the default. A field that this server does not know, or knows and cannot honour yet, is refused by name unless it
-has the value that changes nothing; nothing is ignored in silence. Knows no tokenizer: ids are checked against the
-vocabulary by whoever has it.
+An explicit null means the default. A field that this server does not know, or knows and cannot honour yet, is refused
+by name unless it has the value that changes nothing; nothing is ignored in silence. Knows no tokenizer: ids are checked
+against the vocabulary by whoever has it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "prompt_logprobs": (0, False),
+    "prompt_logprobs": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -119,6 +119,7 @@ class GenerationBody(_Strict):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -285,7 +286,7 @@ def _as_invalid_request(details: Iterable[ErrorDetails]) -> InvalidRequestError:
     if detail["type"] == "missing":
         return InvalidRequestError(f"the field {field} is required", param=field)
     if not field:  # said of the whole body, the field is named first
-        return InvalidRequestError(text, param=text.split(" ", 1)[0])
+        return InvalidRequestError(text, param=text.split(" ", 1)[0] if text[0].islower() else None)
     return InvalidRequestError(f"{field}: {text[:1].lower()}{text[1:]}", param=field)
 
 
@@ -296,9 +297,9 @@ def _refuse_unknown(extra: dict[str, Any]) -> None:
             continue
         if name not in _NEUTRAL_VALUES:
             raise ValueError(f"{name} is not a field that this server knows")
-        if not any(value == neutral and isinstance(value, bool) <= isinstance(neutral, bool | int) for neutral in _NEUTRAL_VALUES[name]):
-            allowed = " or ".join(repr(neutral) for neutral in _NEUTRAL_VALUES[name])
-            raise ValueError(f"{name} is not supported by this server, it may only be absent, null or {allowed}")
+        if value not in (neutral := _NEUTRAL_VALUES[name]):
+            allowed = " or ".join(["absent", "null", *map(repr, neutral)])
+            raise ValueError(f"{name} is not supported by this server, it may only be {allowed}")
 
 
 def _as_prompts(prompt: object) -> list[str] | list[list[int]]:

@@ -60,10 +60,8 @@ class ServingModel:
         return self._max_model_len() or self.limits.max_model_len
 
     def check_name(self, name: str | None) -> None:
-        """Raises ModelNotFoundError for any other model."""
-        if name is None:
-            raise ModelNotFoundError(f"the request names no model; this server has {self.name!r}", param="model")
-        if name != self.name:
+        """Raises ModelNotFoundError for any other model. No name at all means the model that is here."""
+        if name is not None and name != self.name:
             raise ModelNotFoundError(f"the model {name!r} does not exist; this server has {self.name!r}", param="model")
 
     def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
@@ -83,9 +81,7 @@ class ServingModel:
         except UnicodeEncodeError:
             raise InvalidRequestError(f"{param} holds a lone surrogate, which is no character", param=param) from None
         self.check_prompt_length(num_bytes // self.tokenizer.max_token_bytes, param, is_estimate=True)
-        token_ids = await self._in_thread(
-            lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        )
+        token_ids = await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         if not token_ids:
             raise InvalidRequestError(f"{param} is empty, must have at least one token", param=param)
         return token_ids

@@ -31,13 +31,15 @@ class Case:
                 continue
             _, best, second_id, second = self.steps[index]
             assert mine == second_id, f"{self.name}: output {index} is {mine}, must be {right}"
-            assert best - second < TIE, f"{self.name}: output {index} is {mine}, must be {right} (margin {best - second})"
+            assert best - second < TIE, (
+                f"{self.name}: output {index} is {mine}, must be {right} (margin {best - second})"
+            )
             return
         assert len(output_token_ids) == len(self.output_token_ids), f"{self.name}: {len(output_token_ids)} outputs"
 
 
 def load_cases() -> dict[str, Case]:
-    found = json.loads(Path(__file__).parent / "reference" / "greedy_reference.json".read_text())
+    found = json.loads((Path(__file__).parent / "reference" / "greedy_reference.json").read_text())
     return {name: Case(name, **fields) for name, fields in found.items()}
 
 

@@ -66,16 +66,17 @@ class AsyncEngine:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def check_fits(self, num_tokens: int) -> None:
-        """Raises ContextLengthError or InvalidRequestError when such a prompt can never run."""
-        self._engine.check_fits(num_tokens)
+    def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
+        """Raises ContextLengthError or InvalidRequestError when so many tokens, and one output if it is to have
+        outputs, can never fit."""
+        self._engine.check_fits(num_tokens, is_compute_only=is_compute_only)
 
     def add(self, request: Request) -> None:
         """Raises as `check_fits`, or UnavailableError when the engine ended; what only its queue can tell comes as a
         FailedEvent."""
         if self.failure is not None or self._is_stopping:
             raise UnavailableError("the engine has ended")
-        self._engine.scheduler.check_fits(request.num_tokens, is_compute_only=request.is_compute_only)
+        self._engine.check_fits(request.num_tokens, is_compute_only=request.is_compute_only)
         self._submit(partial(self._add, request))
 
     def abort(self, request_id: str) -> None:

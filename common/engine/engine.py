@@ -47,9 +47,10 @@ class Engine:
 
     # --- commands, between two steps --------------------------------------------------------------------------------
 
-    def check_fits(self, num_tokens: int) -> None:
-        """Raises ContextLengthError or InvalidRequestError when such a prompt can never run. From any thread."""
-        self.scheduler.check_fits(num_tokens)
+    def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
+        """Raises ContextLengthError or InvalidRequestError when so many tokens, and one output if it is to have
+        outputs, can never fit. From any thread."""
+        self.scheduler.check_fits(num_tokens, is_compute_only=is_compute_only)
 
     def add(self, request: Request) -> None:
         """Raises InvalidRequestError or OverloadedError."""

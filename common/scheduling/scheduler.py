@@ -90,6 +90,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues it. Raises InvalidRequestError for what can never run, OverloadedError when the queue is full."""
         self.check_fits(request.num_tokens, is_compute_only=request.is_compute_only)
+        _check_unfinished(request)
         if request.request_id in self.requests or request.request_id in self._held:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use")
         if len(self._waiting) >= self.config.max_num_waiting:
@@ -116,16 +117,18 @@ class Scheduler:
     def release(self, request_id: str) -> None:
         """Nobody reads a computation's blocks any more; one that still computes is ended."""
         self.abort(request_id)
-        self._free_held(request_id)
+        if (request := self._held.get(request_id)) is not None and request.is_compute_only:
+            self._free_held(request_id)
 
     def adopt(self, request_id: str, num_computed_tokens: int) -> None:
         """KV of the first `num_computed_tokens` tokens is in the reserved blocks: the request runs, and computes the
-        rest. Ignored unless it has a reservation; a revoked one leaves its KV in the prefix cache and waits again."""
+        rest. A revoked one leaves its KV in the prefix cache and waits again; one that ended gives its blocks back."""
+        self._free_held_reservation(request_id)
         request = self.requests.get(request_id)
         if request is None or request not in self._reservations:
             return
-        num_filled = max(min(num_computed_tokens, request.num_tokens), self.cache.num_filled_tokens(request_id))
-        self.cache.mark_filled(request, num_filled)
+        num_slots = len(self.cache.block_ids(request_id)) * self.cache.block_size
+        self.cache.mark_filled(request, min(num_computed_tokens, request.num_tokens, num_slots))
         if self._reservations.take(request):
             self._requeue(request)
             return
@@ -138,16 +141,14 @@ class Scheduler:
         if request is not None and request in self._reservations:
             self._reservations.take(request)
             self._requeue(request)
-        self._free_held(request_id)
+        self._free_held_reservation(request_id)
 
     def cancel_remote(self, request_id: str) -> None:
         """Its KV will not be fetched, nothing was and will be written into its blocks: it is computed here."""
         request = self.requests.get(request_id)
-        if request is None:
-            return
-        request.wants_remote_kv = False
-        if request in self._reservations:
-            self.adopt(request_id, 0)
+        if request is not None:
+            request.wants_remote_kv = False
+        self.adopt(request_id, 0)
 
     def reset_prefix_cache(self) -> None:
         self.cache.reset_prefix_cache()
@@ -167,7 +168,7 @@ class Scheduler:
         plan = StepPlan(self.config.max_num_batched_tokens)
         self._serve_lookups(plan)
         self._schedule_running(plan)
-        if not (plan.is_short_of_blocks or plan.preempted):
+        if not (plan.is_short_of_blocks or plan.preempted):  # what is free now is for those that run
             self._schedule_waiting(plan)
         return plan.output()
 
@@ -361,9 +362,13 @@ class Scheduler:
         request.finish_reason = reason
         del self.requests[request.request_id]
 
+    def _free_held_reservation(self, request_id: str) -> None:
+        if (request := self._held.get(request_id)) is not None and not request.is_compute_only:
+            self._free_held(request_id)
+
     def _free_held(self, request_id: str) -> None:
-        if self._held.pop(request_id, None) is not None:
-            self.cache.free(request_id)
+        del self._held[request_id]
+        self.cache.free(request_id)
 
     # --- what others may know ---------------------------------------------------------------------------------------
 
@@ -400,3 +405,13 @@ class Scheduler:
                 assert (request.status is status) == is_queued(request), f"{request} is in the wrong queue"
             has_blocks = self.cache.has_table(request.request_id)
             assert has_blocks == (request in self._running or request in self._reservations), f"{request}: blocks?"
+
+
+def _check_unfinished(request: Request) -> None:
+    """Raises InvalidRequestError when a request that moved here has had all its outputs."""
+    max_tokens = None if request.params is None else request.params.max_tokens
+    if max_tokens is not None and len(request.output_token_ids) >= max_tokens:
+        raise InvalidRequestError(
+            f"the request came with {len(request.output_token_ids)} outputs and max_tokens is {max_tokens}:"
+            " nothing is left to generate"
+        )

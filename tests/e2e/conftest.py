@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -24,7 +24,14 @@ class Client:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.http = httpx.Client(base_url=service.url, timeout=120, trust_env=False)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=service.url, timeout=120, trust_env=False, limits=limits)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
 
     def complete(self, prompt: str | list[int], **extra: Any) -> dict[str, Any]:
         body = {"prompt": prompt, "max_tokens": 64, "temperature": 0, "return_token_ids": True, **extra}
@@ -89,7 +96,12 @@ def filler() -> Callable[[int, int], list[int]]:
 def own_service() -> Iterator[Callable[..., Client]]:
     """Starts a ready service of its own for a test that harms it."""
     with ExitStack() as stack:
-        yield lambda **shape: Client(stack.enter_context(start_service(MODEL, node_flags=ONE_THREAD, **shape)))
+
+        def start(**shape: int) -> Client:
+            service = stack.enter_context(start_service(MODEL, node_flags=ONE_THREAD, **shape))
+            return stack.enter_context(Client(service))
+
+        yield start
 
 
 @pytest.fixture
@@ -108,17 +120,18 @@ def own_parts(tmp_path: Path) -> Iterator[Callable[[], Service]]:
 @pytest.fixture(scope="session")
 def split() -> Iterator[Client]:
     """One proxy, one prefill node, one decode node."""
-    with start_service(MODEL, node_flags=ONE_THREAD) as service:
-        yield Client(service)
+    with start_service(MODEL, node_flags=ONE_THREAD) as service, Client(service) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
 def single() -> Iterator[Client]:
     """One proxy and one decode node, which prefills itself."""
-    with start_service(MODEL, num_prefill=0, node_flags=ONE_THREAD) as service:
-        yield Client(service)
+    with start_service(MODEL, num_prefill=0, node_flags=ONE_THREAD) as service, Client(service) as client:
+        yield client
 
 
 @pytest.fixture
-def connect() -> Callable[[Service], Client]:
-    return Client
+def connect() -> Iterator[Callable[[Service], Client]]:
+    with ExitStack() as stack:
+        yield lambda service: stack.enter_context(Client(service))

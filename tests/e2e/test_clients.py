@@ -42,7 +42,12 @@ def test_chat_streamed_equals_unstreamed(sdk: openai.OpenAI, model: str) -> None
 def test_completion_streamed_with_usage(sdk: openai.OpenAI, model: str) -> None:
     parts = list(
         sdk.completions.create(
-            model=model, prompt="1, 2, 3,", temperature=0, max_tokens=12, stream=True, stream_options={"include_usage": True}
+            model=model,
+            prompt="1, 2, 3,",
+            temperature=0,
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
         )
     )
     assert parts[-1].choices == []

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-REPRESENTATIVE = ("chat_unicode", "text_code", "length_1", "length_15", "length_16", "length_17", "length_33", "length_257")
+REPRESENTATIVE = (
+    "chat_unicode",
+    "text_code",
+    "length_1",
+    "length_15",
+    "length_16",
+    "length_17",
+    "length_33",
+    "length_257",
+)
 
 
 def prompts_of(cases: dict[str, Any], names: Any = None) -> dict[str, list[int]]:

@@ -3,10 +3,11 @@ released exactly once, every block counted complete is right, nothing outside a 
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -36,6 +37,7 @@ class Wanted:
     first_block: int | None = None
     block_ids: list[int] = field(default_factory=list)
     is_ended: bool = False
+    num_hidden: int = 0
     is_tainted: bool = False  # a peer without honour took part: only the containment of writes is promised
 
 
@@ -64,6 +66,7 @@ class SessionPair(RuleBasedStateMachine):
         self.stored: dict[FetchKey, Stored] = {}
         self.num_opened = 0
         self.releases: Counter[FetchKey] = Counter()
+        self.outcomes: Counter[str | None] = Counter()
 
     def new_client(self) -> ClientSession:
         return ClientSession(self.plan, "client", "server", self.now, TIMES, self.window)
@@ -77,7 +80,7 @@ class SessionPair(RuleBasedStateMachine):
         return self.live()[pick % len(self.live())]
 
     @precondition(lambda self: len(self.live()) < MAX_OPEN)
-    @rule(num_tokens=st.integers(1, 40), hidden=st.sampled_from(["none", "last"]), units=st.booleans())
+    @rule(num_tokens=st.integers(1, 40), hidden=st.sampled_from(["none", "last"]), units=st.integers(0, 4).map(bool))
     def open(self, num_tokens: int, hidden: str, units: bool) -> None:
         self.number += 1
         tokens = [self.number * 100 + i for i in range(num_tokens)]
@@ -86,7 +89,7 @@ class SessionPair(RuleBasedStateMachine):
         self.perform_client(self.client.open(self.now, self.number, request))
 
     @precondition(lambda self: self.live())
-    @rule(pick=picks, first=st.integers(0, 5), num=st.integers(0, 6))
+    @rule(pick=picks, first=st.integers(0, 2), num=st.integers(1, 6))
     def grant(self, pick: int, first: int, num: int) -> None:
         number = self.pick_live(pick)
         wanted = self.wanted[number]
@@ -99,9 +102,10 @@ class SessionPair(RuleBasedStateMachine):
         self.perform_client(self.client.grant(self.now, number, start, ids))
 
     @precondition(lambda self: self.live())
-    @rule(pick=picks)
-    def cancel(self, pick: int) -> None:
-        self.perform_client(self.client.cancel(self.pick_live(pick)))
+    @rule(pick=picks, is_meant=st.integers(0, 5))
+    def cancel(self, pick: int, is_meant: int) -> None:
+        if not is_meant:
+            self.perform_client(self.client.cancel(self.pick_live(pick)))
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks, num=st.integers(1, 3))
@@ -131,12 +135,22 @@ class SessionPair(RuleBasedStateMachine):
         self.perform_server(self.server.computed(key, self.now))
 
     @precondition(lambda self: self.stored)
-    @rule(pick=picks)
-    def store_fails(self, pick: int) -> None:
+    @rule(pick=picks, is_meant=st.integers(0, 5))
+    def store_fails(self, pick: int, is_meant: int) -> None:
         key = list(self.stored)[pick % len(self.stored)]
+        if is_meant:
+            return
         self.perform_server(self.server.failed(key, "out_of_luck", "as it happens"))
 
     # --- the channel
+
+    @rule(num_rounds=st.integers(1, 5))
+    def exchange(self, num_rounds: int) -> None:
+        """A while without trouble, which is what most of life is."""
+        for _ in range(num_rounds):
+            self.deliver_to_server(1000)
+            self.server_sends(1000)
+            self.deliver_to_client(1000)
 
     @rule(num=st.integers(1, 8))
     def server_sends(self, num: int) -> None:
@@ -223,7 +237,7 @@ class SessionPair(RuleBasedStateMachine):
         frame = Data(fetch_id=("client", number), sequence=sequence, units=units)
         self.client_receives([bytes(p) for p in encode(frame, [b"\xbd" * size] * len(units))])
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 2.5, 5.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.05, 0.1, 0.3, 1.0, 5.0]))
     def advance(self, seconds: float) -> None:
         self.now += seconds
         self.perform_client(self.client.tick(self.now))
@@ -251,6 +265,7 @@ class SessionPair(RuleBasedStateMachine):
                 self.write(effect, payload[effect.part])  # type: ignore[index]
             elif isinstance(effect, TellHidden):
                 wanted = self.wanted[effect.number]
+                wanted.num_hidden += 1
                 assert wanted.is_tainted or payload[0] == hidden_rows(wanted.request.tokens)  # type: ignore[index]
             elif isinstance(effect, TellEnded):
                 self.ended(effect)
@@ -269,9 +284,12 @@ class SessionPair(RuleBasedStateMachine):
         wanted = self.wanted[effect.number]
         assert not wanted.is_ended
         wanted.is_ended = True
+        self.outcomes[effect.code] += 1
         num_blocks = TINY_LAYOUT.num_blocks_for(len(wanted.request.tokens))
         if effect.code is None and wanted.request.units and not wanted.is_tainted:
             assert effect.num_complete_blocks == num_blocks
+            assert wanted.num_hidden == (wanted.request.hidden == "last")
+        assert wanted.num_hidden <= 1 or wanted.is_tainted
         first = wanted.first_block or 0
         assert effect.num_complete_blocks <= first + len(wanted.block_ids)
         for block in range(first, effect.num_complete_blocks):
@@ -294,18 +312,68 @@ class SessionPair(RuleBasedStateMachine):
         if not hasattr(self, "server"):
             return
         for _ in range(120):
-            self.deliver_to_server(1000)
-            self.server_sends(1000)
-            self.deliver_to_client(1000)
+            self.exchange(1)
             self.advance(0.5)
         assert not self.live()
         assert self.client.num_open_fetches == self.server.num_open_fetches == 0
         assert not self.stored
+        assert not self.server.peers()
         assert not any(self.releases.values())
         assert len(self.free_blocks) == CLIENT_BLOCKS
 
 
+def pass_on(pair: SessionPair, channel: list[list[bytes]], rng: random.Random, rate: float) -> list[list[bytes]]:
+    """Empties the channel, and does to some of its messages what networks do."""
+    messages, channel[:] = list(channel), []
+    out: list[list[bytes]] = []
+    for parts in messages:
+        if rng.random() > rate:
+            out.append(parts)
+            continue
+        fault = rng.choice(["drop", "duplicate", "swap", "late", "corrupt"])
+        if fault == "corrupt":
+            index = rng.choice([-1, -1, *range(len(parts))])
+            changed = bytearray(parts[index])
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+            out.append([changed if part is parts[index] else part for part in parts])  # type: ignore[misc]
+        elif fault == "duplicate":
+            out += [parts, parts]
+        elif fault == "swap":
+            out.insert(max(0, len(out) - 1), parts)
+        elif fault == "late":
+            channel.append(parts)
+    return out
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), rate=st.sampled_from([0.0, 0.02, 0.1, 0.3]))
+def test_whole_lives_over_a_bad_channel(seed: int, rate: float) -> None:
+    """The same pair, driven from end to end: most fetches get as far as their blocks."""
+    rng = random.Random(seed)
+    pair = SessionPair()
+    pair.begin(rng.randint(1, 2), rng.choice([1, 1500, 10**6]))
+    for _ in range(30):
+        if len(pair.live()) < MAX_OPEN and pair.number < 6:
+            pair.open(rng.randint(1, 60), rng.choice(["none", "last"]), True)
+        if pair.live():
+            pair.grant(rng.randrange(100), rng.randint(0, 2), rng.randint(1, 8))
+        if pair.stored:
+            if rng.random() < 0.8:
+                pair.fill(rng.randrange(100), rng.randint(1, 3))
+            else:
+                pair.finish(rng.randrange(100))
+        for parts in pass_on(pair, pair.to_server, rng, rate):
+            pair.server_receives(parts)
+        pair.server_sends(rng.randint(0, 20))
+        for parts in pass_on(pair, pair.to_client, rng, rate):
+            pair.client_receives(parts)
+        pair.advance(0.05)
+    pair.teardown()
+    if not rate:
+        assert not set(pair.outcomes) & {"corrupt", "sequence_gap", "protocol_error", "silent", "unreachable"}
+
+
 TestSessionPair = SessionPair.TestCase
 TestSessionPair.settings = settings(
-    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -115,7 +115,10 @@ def test_reservation_is_all_or_nothing_and_never_preempts(make_scheduler, make_r
     assert runner.step().reserved == (request,)
 
 
-def test_finished_at_output_0_holds_its_blocks_until_the_fence(make_scheduler, make_runner, make_request, assert_empty):
+@pytest.mark.parametrize("fence", ["release_reservation", "adopt", "cancel_remote"])
+def test_finished_at_output_0_holds_its_blocks_until_the_fence(
+    make_scheduler, make_runner, make_request, assert_empty, fence
+):
     scheduler = make_scheduler()
     runner = make_runner(scheduler)
     request = make_request(20, max_tokens=1, wants_remote_kv=True)
@@ -124,9 +127,8 @@ def test_finished_at_output_0_holds_its_blocks_until_the_fence(make_scheduler, m
     sample_from_hidden(scheduler, runner, request)
     assert request.finish_reason is FinishReason.LENGTH
     assert scheduler.cache.pool.num_used == 3
-    scheduler.adopt("r0", 20)  # too late: ignored
-    assert scheduler.cache.pool.num_used == 3
-    scheduler.release_reservation("r0")
+    assert runner.step().is_idle
+    getattr(scheduler, fence)("r0", *([20] if fence == "adopt" else []))
     assert_empty(scheduler)
 
 
@@ -237,6 +239,52 @@ def test_an_aborted_reservation_is_waited_for_rather_than_preempting(make_schedu
     assert not batch.preempted
     scheduler.release_reservation("r1")
     assert runner.step().scheduled
+
+
+def test_each_short_stream_revokes_for_itself(make_scheduler, make_runner, make_request):
+    scheduler = make_scheduler(num_blocks=7)  # 6 usable
+    runner = make_runner(scheduler)
+    streams = [make_request(7, max_tokens=30) for _ in range(2)]
+    remote = [make_request(7, wants_remote_kv=True) for _ in range(2)]
+    for request in streams:
+        scheduler.add(request)
+    runner.step()
+    for request in remote:
+        scheduler.add(request)
+    batch = grow_until(runner, lambda batch: batch.revoked)
+    assert batch.revoked == (remote[1], remote[0])  # one block each
+    assert batch.preempted == ()
+
+
+def test_a_request_as_long_as_the_pool_can_be_reserved_again(make_scheduler, make_runner, make_request, assert_empty):
+    scheduler = make_scheduler(num_blocks=4)  # 24 tokens
+    runner = make_runner(scheduler)
+    request = make_request(23, max_tokens=5, wants_remote_kv=True)
+    scheduler.add(request)
+    runner.step()
+    sample_from_hidden(scheduler, runner, request)
+    scheduler.release_reservation("r0")
+    assert runner.step().reserved == (request,)  # 24 tokens and no 25th slot: the last output needs none
+    receive(scheduler, runner, request, 23)
+    runner.step()
+    assert request.finish_reason is FinishReason.LENGTH
+    assert request.num_tokens == 25
+    assert_empty(scheduler)
+
+
+def test_a_computation_in_progress_is_not_preempted(make_scheduler, make_runner, make_request):
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=2)
+    runner = make_runner(scheduler)
+    stream, computation = make_request(7, max_tokens=20), make_request(20, max_tokens=None)
+    scheduler.add(stream)
+    grow_until(runner, lambda batch: stream.output_token_ids)
+    scheduler.add(computation)
+    for _ in range(15):
+        assert not runner.step().preempted
+    assert stream.num_tokens == 17  # has no slot for its last token
+    grow_until(runner, lambda batch: computation.is_finished)
+    scheduler.release("r1")
+    grow_until(runner, lambda batch: stream.is_finished)
 
 
 def test_a_stream_waits_for_a_served_computation_when_nothing_else_can_yield(make_scheduler, make_runner, make_request):

@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner = make_runner(self.scheduler)
         self.known: dict[str, Request] = {}
         self.fetching: dict[str, tuple[int, list[int]]] = {}  # cached tokens, blocks: may be written until the fence
+        self.started: set[str] = set()
         self.serving: set[str] = set()  # computations that were started and not released
 
     # --- what comes -------------------------------------------------------------------------------------------------
@@ -58,6 +59,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_stream(self, prompt, max_tokens, priority, salt, remote):
         params = SamplingParams(max_tokens=max_tokens)
         self.add(prompt, params=params, priority=priority, cache_salt=salt, wants_remote_kv=remote)
+
+    @rule(prompt=prompts, max_tokens=st.integers(10, 30))
+    def crowd(self, prompt, max_tokens):
+        """A stream that grows beside a parked fetch."""
+        for remote in (False, True):
+            params = SamplingParams(max_tokens=max_tokens)
+            self.add(prompt[:9], params=params, wants_remote_kv=remote)
+        self.steps(max_tokens - 2)
 
     @rule(prompt=prompts, all_hidden=st.booleans())
     def add_computation(self, prompt, all_hidden):
@@ -105,6 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         result = self.runner.execute(batch, Rows(accepted), lambda: False)
         self.scheduler.update(batch, result)
+        for request in batch.started:
+            assert request.request_id not in self.started, "started twice"
+            self.started.add(request.request_id)
         for request in batch.reserved:
             cache, request_id = self.scheduler.cache, request.request_id
             self.fetching[request_id] = (cache.num_filled_tokens(request_id), list(cache.block_ids(request_id)))
@@ -122,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def receive(self, request_id, end):
         """Writes into granted blocks, whatever became of the request; returns how far its KV is in."""
         num_cached, block_ids = self.fetching[request_id]
-        end = min(end, self.known[request_id].num_tokens)
+        end = min(end, self.known[request_id].num_tokens, len(block_ids) * 8)
         for block_id in block_ids[num_cached // 8 :]:
             assert self.scheduler.cache.pool.ref_count(block_id) == 1, "others use a block that is being written"
         self.runner.fetch(self.known[request_id], block_ids, num_cached, end)
@@ -166,14 +178,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats.num_waiting_for_kv == sum(r.status is RequestStatus.WAITING_FOR_KV for r in live)
         assert stats.num_running + stats.num_waiting_for_kv <= 5
         assert all(request.num_computed_tokens <= request.num_tokens for request in live)
+        assert not any(self.known[request_id].num_preemptions for request_id in self.serving)
 
     def teardown(self):
         for _ in range(3000):
             if not self.scheduler.requests and not self.fetching:
                 break
-            self.one_step()
-            for request_id in list(self.fetching):
-                self.finish_fetch(request_id)
+            if self.one_step().is_idle:  # as late as can be: everybody else is stuck
+                for request_id in list(self.fetching):
+                    self.finish_fetch(request_id)
             for request_id in [i for i in self.serving if self.known[i].is_finished]:
                 self.scheduler.release(request_id)
                 self.serving.discard(request_id)

@@ -106,6 +106,11 @@ def test_a_full_queue_and_a_used_id_are_refused(make_scheduler, make_request):
         scheduler.add(make_request(request_id="c"))
 
 
+def test_a_moved_request_that_has_all_its_outputs_is_refused(make_scheduler, make_request):
+    with pytest.raises(InvalidRequestError, match="came with 4 outputs and max_tokens is 4"):
+        make_scheduler().add(make_request(8, max_tokens=4, output_token_ids=[1, 2, 3, 4]))
+
+
 def test_limits_must_be_positive():
     with pytest.raises(ConfigError, match="max_num_seqs is 0"):
         SchedulerConfig(max_num_seqs=0)

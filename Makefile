@@ -1,0 +1,69 @@
+# `make serve` and `make test` work in a fresh clone: they make .venv, install into it, and do nothing twice.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# one thread for each test process: several of them share the cores
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help serve install install-dev test test-long lint format bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+serve: install  ## a real model behind the OpenAI API on port 8000 (more flags: ARGS="--decode 2")
+	@$(BIN)/tandem serve $(ARGS)
+
+install: $(VENV)/.stamp-install
+
+install-dev: $(VENV)/.stamp-dev
+
+test: install-dev  ## the fast suite, under ten minutes (one area: ARGS=tests/scheduling)
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-long: install-dev  ## everything, the long grids too
+	$(TEST_ENV) $(BIN)/python -m pytest -q --timeout 1800 $(ARGS)
+
+lint: install-dev  ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install-dev  ## mends what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install-dev  ## the split service beside a loop over transformers
+	$(BIN)/python -m benchmarks.serve $(ARGS)
+
+clean:  ## removes the virtual environment and all caches of the tools (not the models)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# --- the virtual environment ---------------------------------------------------------------------------------------
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "== making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Asked for by its exact version first, pip takes a CPU build of torch where one lies at hand (a find-links folder);
+# a range would take the newest release from the index, with gigabytes of CUDA.
+$(VENV)/.stamp-torch: $(VENV)/.stamp-venv
+	@echo "== installing torch (the largest part)"
+	@$(PIP) install torch==2.13.0 || echo "== torch 2.13.0 is not to be had for this Python; taking another one below"
+	@touch $@
+
+$(VENV)/.stamp-install: pyproject.toml $(VENV)/.stamp-torch
+	@echo "== installing Tandem"
+	@$(PIP) install -qq --editable .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-install
+	@echo "== installing what tests and checks need"
+	@$(PIP) install -qq --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,131 @@
+"""`python -m proxy`: reads the flags, loads the tokenizer, serves until a signal comes, and leaves cleanly.
+
+SIGTERM or SIGINT: /ready says 503, no new connections, running requests get their grace, nodes are told to stop the
+rest. A second signal: at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+from aiohttp import web
+
+from common.checkpoints.resolve import resolve_model
+from common.config import parse
+from common.errors import TandemError
+from common.logging import configure_logging, log_event
+from common.model_config import load_model_config
+from common.node_http import listen_error
+from proxy.app import LIFECYCLE, AppSettings, build_app
+from proxy.config import ProxyConfig
+from proxy.control import check_control_endpoint
+from proxy.node_pool import NodePool
+from proxy.serving_model import ModelLimits, ServingModel, load_serving_model
+
+log = logging.getLogger("proxy")
+
+HEARTBEAT_SECONDS = 1.0
+LEASE_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a signal, 1 when it could not start or the control plane failed, 2 for a wrong flag."""
+    config = parse(ProxyConfig, argv, prog="python -m proxy")
+    configure_logging(config.log_level, "proxy")
+    try:
+        check_control_endpoint(config.control_endpoint, allow_insecure=config.allow_insecure_control)
+        uvloop.run(serve(config))
+    except TandemError as error:
+        print(f"proxy: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def serve(config: ProxyConfig) -> None:
+    """Serves until SIGTERM or SIGINT; raises TandemError when something it needs is not there."""
+    stop = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
+    model, pool = _load_model(config)
+    app = await build_app(model, pool, _settings(config))
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=config.shutdown_grace_seconds
+    )
+    await runner.setup()
+    try:
+        await _listen(runner, config)
+        await _wait_for_signal(app, stop)
+        await _clean_up(runner, app, stop)
+    finally:
+        await runner.cleanup()
+
+
+def _load_model(config: ProxyConfig) -> tuple[ServingModel, NodePool]:
+    directory = resolve_model(config.model)
+    model_config = load_model_config(directory)
+    pool = NodePool(lease_seconds=LEASE_SECONDS, vocab_size=model_config.vocab_size)
+    limits = ModelLimits(
+        vocab_size=model_config.vocab_size,
+        max_model_len=model_config.max_position_embeddings,
+        eos_token_ids=model_config.eos_token_ids,
+    )
+    model = load_serving_model(
+        directory, config.public_model_name, limits, lambda: pool.max_model_len, config.chat_template
+    )
+    return model, pool
+
+
+def _settings(config: ProxyConfig) -> AppSettings:
+    return AppSettings(
+        control_endpoint=config.control_endpoint,
+        api_key=config.api_key.get_secret_value() if config.api_key else None,
+        admission=config.admission_limits,
+        dispatch=config.dispatch_limits,
+        heartbeat_seconds=HEARTBEAT_SECONDS,
+        lease_seconds=LEASE_SECONDS,
+        stall_seconds=config.stall_seconds,
+        max_body_bytes=config.max_body_bytes,
+    )
+
+
+async def _listen(runner: web.AppRunner, config: ProxyConfig) -> None:
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        raise listen_error(config.host, config.port, error) from None
+    host, port = runner.addresses[0][:2]
+    log_event(log, "http_listening", url=f"http://{host}:{port}", model=config.public_model_name)
+
+
+async def _wait_for_signal(app: web.Application, stop: asyncio.Event) -> None:
+    """Also ends when the control plane does, which is an error."""
+    cluster_task = app[LIFECYCLE].cluster_task
+    assert cluster_task is not None
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({stopped, cluster_task}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if cluster_task.done():
+        cluster_task.result()
+
+
+async def _clean_up(runner: web.AppRunner, app: web.Application, stop: asyncio.Event) -> None:
+    log_event(log, "stopping")
+    app[LIFECYCLE].is_stopping = True
+    stop.clear()
+    cleanup = asyncio.create_task(runner.cleanup())
+    again = asyncio.create_task(stop.wait())
+    await asyncio.wait({cleanup, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not cleanup.done():
+        cleanup.cancel()
+    await asyncio.gather(cleanup, return_exceptions=True)
+    log_event(log, "stopped")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""The proxy's flags. Each can also come from the environment, as TANDEM_ and its name in capitals."""
+
+from __future__ import annotations
+
+from pydantic import ByteSize, Field, SecretStr, field_validator
+
+from common.config import DEFAULT_CONTROL_ENDPOINT, ModelFlags, Port
+from common.config import check_endpoints as check_is_endpoint
+from proxy.admission import AdmissionLimits
+from proxy.dispatcher import DispatchLimits
+
+
+class ProxyConfig(ModelFlags):
+    """Tandem's proxy: serves the OpenAI API over HTTP, and sends requests to the nodes that dial it."""
+
+    host: str = Field("127.0.0.1", description="address of the HTTP server")
+    port: Port = Field(8000, description="port of the HTTP server; 0 takes any free one")
+    control_endpoint: str = Field(DEFAULT_CONTROL_ENDPOINT, description="where nodes dial in, tcp:// or ipc://")
+    allow_insecure_control: bool = Field(
+        False, description="allow a control endpoint beyond this machine; control messages are not encrypted"
+    )
+    api_key: SecretStr | None = Field(
+        None, min_length=1, description="key that clients must send; better given as TANDEM_API_KEY"
+    )
+    chat_template: str | None = Field(None, description="file (or text) that replaces the model's chat template")
+
+    max_queue: int = Field(1024, ge=0, description="most requests that wait for a node with room; more get a 429")
+    queue_seconds: float = Field(60.0, gt=0, description="longest wait for a node with room; then a 429")
+    node_wait_seconds: float = Field(10.0, gt=0, description="longest wait while there is no decode node; then a 503")
+    request_seconds: float = Field(3600.0, gt=0, le=1e7, description="deadline for a whole request")
+    max_lost_legs: int = Field(3, ge=1, description="nodes that may fail under a request before it fails")
+    min_split_tokens: int = Field(
+        16, ge=0, description="prompts shorter than this are computed by their decode node, without a prefill node"
+    )
+    stall_seconds: float = Field(120.0, gt=0, description="a client that leaves its stream unread this long is gone")
+    max_body_bytes: ByteSize = Field(ByteSize(16 << 20), gt=0, description="largest request body, such as 16MiB")
+    shutdown_grace_seconds: float = Field(10.0, ge=0, description="time for running requests after SIGTERM")
+
+    @field_validator("control_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str) -> str:
+        return check_is_endpoint((value,))[0]
+
+    @property
+    def admission_limits(self) -> AdmissionLimits:
+        return AdmissionLimits(
+            max_queue=self.max_queue,
+            queue_seconds=self.queue_seconds,
+            node_wait_seconds=self.node_wait_seconds,
+            min_split_tokens=self.min_split_tokens,
+        )
+
+    @property
+    def dispatch_limits(self) -> DispatchLimits:
+        return DispatchLimits(max_lost_legs=self.max_lost_legs, request_seconds=self.request_seconds)

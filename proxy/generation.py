@@ -1,0 +1,202 @@
+"""One request of a client while it is answered: its choices, each with a dispatcher and a text that grows.
+
+Every prompt of a request is a choice of its own. Knows no HTTP and no OpenAI shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from common.clock import Clock, SystemClock
+from common.errors import ContextLengthError, TandemError
+from common.logging import log_event
+from common.sampling_params import SamplingParams
+from common.text.detokenizer import Detokenizer
+from proxy.answer import Answer, AnswerDelta
+from proxy.cluster import Cluster
+from proxy.dispatcher import Dispatcher, DispatchLimits, Job
+from proxy.openai_response import Usage
+from proxy.openai_schema import GenerationBody
+from proxy.request_metrics import RequestMetrics, RequestTrace
+from proxy.serving_model import ServingModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Choice:
+    index: int
+    dispatcher: Dispatcher
+    answer: Answer
+    trace: RequestTrace
+
+    def advance(self) -> AnswerDelta | None:
+        """What can be said now; None when nothing new is there."""
+        batch = self.dispatcher.take()
+        return self.answer.push(batch) if batch is not None else None
+
+
+class Generation:
+    """Iterate `deltas` to its end or leave it; `close` in any case."""
+
+    def __init__(self, name: str, choices: Sequence[_Choice], num_prompt_tokens: int, wakeup: asyncio.Event) -> None:
+        self._name = name
+        self._choices = choices
+        self._num_prompt_tokens = num_prompt_tokens
+        self._wakeup = wakeup
+        self._failure: TandemError | None = None
+        for choice in choices:
+            choice.dispatcher.start()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=sum(choice.answer.num_tokens for choice in self._choices),
+            num_cached_tokens=sum(choice.dispatcher.num_cached_tokens or 0 for choice in self._choices),
+        )
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
+        """(choice, delta) as they come, until all choices are finished; raises the error that ends one of them.
+
+        A consumer that is slow gets fewer and larger deltas.
+        """
+        unfinished = list(self._choices)
+        while unfinished:
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            for choice in list(unfinished):
+                delta = self._advance(choice)
+                if choice.answer.is_finished:
+                    unfinished.remove(choice)
+                if delta:
+                    yield choice.index, delta
+
+    def _advance(self, choice: _Choice) -> AnswerDelta | None:
+        try:
+            delta = choice.advance()
+        except TandemError as error:
+            self._failure = error
+            raise
+        if delta is not None and delta.finish_reason is not None:
+            choice.dispatcher.close("stop string")  # a node that has finished by itself is not told
+            choice.trace.ended(delta.finish_reason, choice.answer.num_tokens)
+        return delta
+
+    def close(self) -> None:
+        """Whatever still runs is aborted."""
+        outcome = "finished" if all(choice.answer.is_finished for choice in self._choices) else "abort"
+        if self._failure is not None:
+            outcome = "error"
+        for choice in self._choices:
+            choice.dispatcher.close("client left")
+            choice.trace.ended(outcome, choice.answer.num_tokens)
+        usage = self.usage
+        log_event(
+            log,
+            "request_ended",
+            request_id=self._name,
+            outcome=outcome,
+            error=self._failure.code if self._failure else None,
+            prompt_tokens=usage.num_prompt_tokens,
+            output_tokens=usage.num_output_tokens,
+            legs=max(choice.dispatcher.leg for choice in self._choices),
+        )
+
+
+class Generator:
+    """Starts generations: checks what only model and cluster know, and hands every prompt to a dispatcher."""
+
+    def __init__(
+        self,
+        model: ServingModel,
+        cluster: Cluster,
+        metrics: RequestMetrics,
+        limits: DispatchLimits,
+        clock: Clock | None = None,
+    ) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._metrics = metrics
+        self._limits = limits
+        self._clock = clock or SystemClock()
+        self._numbers = itertools.count(1)
+
+    def start(
+        self,
+        name: str,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        *,
+        default_max_tokens: int | None,
+        continues_prompt: bool,
+    ) -> Generation:
+        """Raises InvalidRequestError before anything is started.
+
+        name: for the log. default_max_tokens: when the request has none; None fills the context.
+        continues_prompt: the answer goes on where the prompt's text ends (completions).
+        """
+        self._model.check_token_ids(body.stop_token_ids, "stop_token_ids")
+        seed = body.seed if body.seed is not None else secrets.randbits(63)
+        all_params = [
+            body.sampling_params(max_tokens=self._max_tokens(body, len(prompt), default_max_tokens), seed=seed)
+            for prompt in prompts
+        ]
+        wakeup = asyncio.Event()
+        choices = [
+            self._choice(index, body, prompt, params, wakeup, continues_prompt=continues_prompt)
+            for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
+        ]
+        return Generation(name, choices, sum(map(len, prompts)), wakeup)
+
+    def _choice(
+        self,
+        index: int,
+        body: GenerationBody,
+        prompt: list[int],
+        params: SamplingParams,
+        wakeup: asyncio.Event,
+        *,
+        continues_prompt: bool,
+    ) -> _Choice:
+        request_id = f"{self._cluster.instance_id}/{next(self._numbers)}"
+        job = Job(request_id, prompt, params, cache_salt=body.cache_salt, priority=body.priority)
+        trace = self._metrics.arrived(len(prompt))
+        dispatcher = Dispatcher(job, self._cluster, trace=trace, wakeup=wakeup, limits=self._limits, clock=self._clock)
+        detokenizer = Detokenizer(
+            self._model.tokenizer,
+            skip_special_tokens=body.skip_special_tokens,
+            prompt_token_ids=prompt if continues_prompt else (),
+        )
+        answer = Answer(
+            detokenizer,
+            body.stops,
+            end_token_ids=frozenset() if body.ignore_eos else self._model.limits.eos_token_ids,
+            stop_token_ids=frozenset(body.stop_token_ids),
+        )
+        return _Choice(index, dispatcher, answer, trace)
+
+    def _max_tokens(self, body: GenerationBody, num_prompt_tokens: int, default: int | None) -> int:
+        """Explicit limits are taken at their word; without one the answer ends where the context does."""
+        limit = self._model.max_model_len
+        room = limit - num_prompt_tokens
+        asked = body.max_output_tokens
+        if asked is None:
+            return min(default, room) if default is not None else room
+        if asked > room:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, you requested "
+                f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the prompt, {asked} for the answer). "
+                "Please shorten the prompt or ask for fewer tokens.",
+                param="max_tokens",
+            )
+        return asked

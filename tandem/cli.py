@@ -1,0 +1,47 @@
+"""The `tandem` command: picks the process to run and hands the remaining arguments to it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+_USAGE = """\
+usage: tandem COMMAND [FLAGS]
+
+commands:
+  serve     proxy, prefill and decode nodes on this machine, as one service
+  proxy     one proxy: the OpenAI API, routing
+  prefill   one prefill node: reads prompts, serves their KV blocks
+  decode    one decode node: owns requests, samples every token
+  env       what this machine and this installation offer
+
+tandem COMMAND --help lists the flags of a command.
+"""
+_MODULES = {"proxy": "proxy", "prefill": "prefill_node", "decode": "decode_node"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status. `tandem prefill ...` is `python -m prefill_node ...`, and so on."""
+    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0
+    if command in ("-V", "--version"):
+        print(f"tandem {metadata.version('tandem-serve')}")
+        return 0
+    if command == "serve":
+        from tandem.serve import main as serve
+
+        return serve(rest)
+    if command == "env":
+        from tandem.environment import main as show_environment
+
+        return show_environment()
+    if command in _MODULES:
+        sys.argv = [f"tandem {command}", *rest]
+        runpy.run_module(_MODULES[command], run_name="__main__")
+        return 0
+    print(f"tandem: unknown command {command!r}, must be one of serve, {', '.join(_MODULES)}, env", file=sys.stderr)
+    return 2

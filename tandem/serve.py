@@ -1,0 +1,175 @@
+"""`tandem serve`: one proxy, some prefill and decode nodes, on this machine, as one service.
+
+resolve the model -> check the port -> start the processes -> say where it listens -> until Ctrl-C, SIGTERM or a death
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from common.checkpoints.cache import default_cache_dir
+from common.checkpoints.resolve import resolve_model
+from common.config import EngineFlags, parse, to_flags
+from common.errors import ConfigError, TandemError
+from common.logging import configure_logging
+from common.node_http import listen_error
+from tandem.child import ChildSpec
+from tandem.config import ServeConfig
+from tandem.supervisor import Supervisor
+
+_CONTROL_PORT: Final = 8100
+_PASSED_ON = set(EngineFlags.model_fields) - {"model", "served_model_name", "num_threads"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 after Ctrl-C or SIGTERM, 1 when the service could not start or go on."""
+    config = parse(ServeConfig, argv, prog="tandem serve")
+    configure_logging(config.log_level, "serve")
+    try:
+        model = resolve_model(config.model)
+        port = available_port(config.host, config.port)
+        specs = make_specs(config, model, port, config.control_endpoint or _control_endpoint())
+        return asyncio.run(run(config, specs, _make_log_dir(config, port)))
+    except TandemError as error:
+        _report(f"tandem serve: {error.message}")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+async def run(config: ServeConfig, specs: Sequence[ChildSpec], log_dir: Path) -> int:
+    """Supervises until a signal comes (0) or the service cannot go on (raises UnavailableError)."""
+    supervisor = Supervisor(specs, log_dir, _report)
+    stop = _stop_on_signals(supervisor)
+    _report(f"Starting {', '.join(spec.name for spec in specs)}; logs in {log_dir}")
+    life = asyncio.create_task(_live(supervisor, config, specs))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({life, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if life.done():
+            life.result()
+        else:
+            _report("Stopping (Ctrl-C again stops at once) ...")
+    finally:
+        life.cancel()
+        stopped.cancel()
+        await asyncio.gather(life, stopped, return_exceptions=True)
+        await supervisor.stop(config.drain_seconds)
+    return 0
+
+
+def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> list[ChildSpec]:
+    """The command line of every process."""
+    names = ["--model", str(model), "--served-model-name", config.public_model_name]
+    url = f"http://{_reachable(config.host)}:{port}"
+    proxy = ["--host", config.host, "--port", str(port), "--control-endpoint", control]
+    logging = ["--log-level", config.log_level]
+    specs = [_spec("proxy", "proxy", url, [*names, *proxy, *logging, *config.proxy_args])]
+    threads = ["--num-threads", str(config.num_threads or threads_per_node(config.prefill + config.decode))]
+    engine = [*names, "--proxy", control, *threads, *to_flags(config, _PASSED_ON)]
+    for role, count, extra in (
+        ("prefill", config.prefill, config.prefill_args),
+        ("decode", config.decode, config.decode_args),
+    ):
+        for i in range(count):
+            node_port = available_port("127.0.0.1", 0)
+            http = ["--host", "127.0.0.1", "--port", str(node_port), "--fetch-port", "0"]
+            name = f"{role}-{i}" if count > 1 else role
+            specs.append(_spec(name, role, f"http://127.0.0.1:{node_port}", [*engine, *http, *logging, *extra]))
+    return specs
+
+
+def threads_per_node(num_nodes: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // num_nodes)
+
+
+def available_port(host: str, port: int) -> int:
+    """`port` if one can listen there now, any free one for 0. Raises ConfigError saying why not.
+
+    The socket is closed again, so another process may still be faster; it then fails with the same message.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)  # with SO_REUSEADDR a bind alone may succeed beside a listener
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise listen_error(host, port, error) from None
+
+
+def ready_message(config: ServeConfig, url: str, control: str) -> str:
+    body = {
+        "model": config.public_model_name,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "stream": True,
+    }
+    return (
+        f"\nReady: {config.public_model_name} at {url}/v1\n\n"
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
+        f"Metrics: {url}/metrics   Another node: tandem decode {config.model} --proxy {control}   Stop: Ctrl-C\n"
+    )
+
+
+async def _live(supervisor: Supervisor, config: ServeConfig, specs: Sequence[ChildSpec]) -> None:
+    await supervisor.start(config.startup_seconds)
+    proxy = specs[0]
+    control = proxy.command[proxy.command.index("--control-endpoint") + 1]
+    print(ready_message(config, proxy.health_url, control), flush=True)
+    await supervisor.watch()
+
+
+def _spec(name: str, role: str, url: str, flags: list[str]) -> ChildSpec:
+    module = "proxy" if role == "proxy" else f"{role}_node"
+    return ChildSpec(name, role, [sys.executable, "-m", module, *flags], url)
+
+
+def _stop_on_signals(supervisor: Supervisor) -> asyncio.Event:
+    """Set by the first Ctrl-C or SIGTERM; the second one kills."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
+
+
+def _control_endpoint() -> str:
+    """The port that nodes dial by default, so that more of them can be added without a flag; or any free one."""
+    try:
+        port = available_port("127.0.0.1", _CONTROL_PORT)
+    except ConfigError:
+        port = available_port("127.0.0.1", 0)
+    return f"tcp://127.0.0.1:{port}"
+
+
+def _make_log_dir(config: ServeConfig, port: int) -> Path:
+    log_dir = config.log_dir or default_cache_dir() / "logs" / f"port-{port}"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the log folder {log_dir}: {error.strerror}") from None
+    return log_dir
+
+
+def _reachable(host: str) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _report(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,251 @@
+"""A decode node towards its proxies: what it accepts, emits, repeats and lets go. Scripted engine, real event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from common import messages as m
+from common.clock import ManualClock
+from common.engine.events import FailedEvent, OutputEvent
+from common.errors import ContextLengthError
+from common.kv_layout import KVLayout
+from common.metrics import Metrics
+from common.request import FinishReason, Request
+from common.sampling_params import SamplingParams
+from decode_node.metrics import DecodeMetrics
+from decode_node.node import DecodeLimits, DecodeNode
+from kvtransfer.store import FetchListener, FetchRequest
+
+LAYOUT = KVLayout(2, 1, 4, 16, "float32", "tiny")
+PROXY = "proxy-1"
+
+
+class ScriptedEngine:
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.aborted: list[str] = []
+        self.released: list[str] = []
+
+    def check_fits(self, num_tokens: int) -> None:
+        if num_tokens > 100:
+            raise ContextLengthError(f"{num_tokens} tokens, the limit is 100")
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def release_reservation(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+    def adopt(self, request_id: str, num_computed_tokens: int) -> None: ...
+    def cancel_remote(self, request_id: str) -> None: ...
+    def add_hidden(self, request_id: str, row: np.ndarray) -> None: ...
+
+    def stats(self) -> m.NodeStats:
+        return m.NodeStats(num_running=len(self.requests))
+
+
+class ScriptedFetch:
+    is_cancelled = False
+
+    def grant(self, first_block: int, block_ids: Sequence[int]) -> None: ...
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Scene:
+    def __init__(self, max_requests: int = 8) -> None:
+        self.engine = ScriptedEngine()
+        self.sent: list[m.NodeMessage] = []
+        self.fetches: list[tuple[ScriptedFetch, FetchListener]] = []
+        self.node = DecodeNode(
+            engine=self.engine,  # type: ignore[arg-type]
+            open_fetch=self._open_fetch,
+            send=self._send,
+            hello=self._hello,
+            limits=DecodeLimits(1000, 50, frozenset({2}), max_requests),
+            block_size=16,
+            metrics=DecodeMetrics(Metrics("tiny")),
+            clock=ManualClock(),
+        )
+
+    def _send(self, proxy_id: str, message: m.NodeMessage) -> int:
+        assert proxy_id == PROXY
+        self.sent.append(message)
+        return len(self.sent)
+
+    def _hello(self, stats: m.NodeStats, live: list[m.LiveRequest]) -> m.Hello:
+        return m.Hello(
+            protocol_version=1,
+            role="decode",
+            model="tiny",
+            layout=LAYOUT,
+            max_model_len=1000,
+            vocab_size=50,
+            max_num_seqs=8,
+            fetch_endpoints=[],
+            stats=stats,
+            live_requests=live,
+        )
+
+    def _open_fetch(self, source: m.Source, request: FetchRequest, listener: FetchListener) -> ScriptedFetch:
+        fetch = ScriptedFetch()
+        self.fetches.append((fetch, listener))
+        return fetch
+
+    def decode(self, **fields: Any) -> None:
+        message = {"request_id": "r", "leg": 1, "prompt_token_ids": [5, 6, 7], "params": SamplingParams(), **fields}
+        self.node.received(PROXY, m.Decode(**message))
+
+    def output(self, token_id: int, finish: FinishReason | None = None, engine_id: str = "r#1") -> None:
+        request = self.engine.requests[engine_id]
+        request.append_output(token_id)
+        index = len(request.output_token_ids) - 1
+        self.node.engine_events(
+            [OutputEvent(engine_id, request, index, token_id, finish_reason=finish, num_cached_tokens=0)]
+        )
+
+    def emitted(self) -> list[m.RequestOutput]:
+        return [output for message in self.sent if isinstance(message, m.Outputs) for output in message.outputs]
+
+
+async def test_decode_is_accepted_and_its_outputs_are_emitted_once() -> None:
+    scene = Scene()
+    scene.decode()
+    scene.decode()  # repeated by the proxy: no second request
+    assert scene.sent == [m.Accepted(request_id="r", leg=1)]
+    scene.output(9)
+    scene.output(2, FinishReason.STOP)
+    assert [(o.index, o.token_ids, o.finish_reason) for o in scene.emitted()] == [(0, [9], None), (1, [2], "stop")]
+    assert scene.emitted()[0].num_cached_tokens == 0
+    assert scene.emitted()[1].num_cached_tokens is None
+    assert scene.node.num_live_requests == 0
+
+
+async def test_model_end_tokens_and_own_stops_end_a_request_unless_ignored() -> None:
+    scene = Scene()
+    scene.decode(request_id="a", params=SamplingParams(stop_token_ids=(8,)))
+    scene.decode(request_id="b", params=SamplingParams(stop_token_ids=(8,), ignore_eos=True))
+    assert scene.engine.requests["a#1"].stop_token_ids == {2, 8}
+    assert scene.engine.requests["b#1"].stop_token_ids == {8}
+
+
+async def test_resumed_request_keeps_its_outputs_and_its_length_limit() -> None:
+    scene = Scene()
+    scene.decode(outputs=[3, 4], params=SamplingParams(max_tokens=10))
+    request = scene.engine.requests["r#1"]
+    assert request.all_token_ids == [5, 6, 7, 3, 4]
+    assert request.max_num_tokens == 13
+    scene.output(9)
+    assert scene.emitted()[0].index == 2
+
+
+async def test_token_out_of_the_vocabulary_is_rejected_for_good() -> None:
+    scene = Scene()
+    scene.decode(prompt_token_ids=[5, 50])
+    (rejected,) = scene.sent
+    assert isinstance(rejected, m.Rejected)
+    assert not rejected.is_retryable
+    assert rejected.message == "token id 50 is out of range, the vocabulary has 50 tokens"
+
+
+async def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
+    scene = Scene()
+    scene.decode(prompt_token_ids=[1] * 101)
+    (rejected,) = scene.sent
+    assert isinstance(rejected, m.Rejected)
+    assert rejected.code == "context_length_exceeded"
+    assert "101" in rejected.message
+
+
+async def test_full_or_draining_node_rejects_for_another_to_take() -> None:
+    scene = Scene(max_requests=1)
+    scene.decode(request_id="a")
+    scene.decode(request_id="b")
+    scene.node.received(PROXY, m.Drain())
+    scene.decode(request_id="c")
+    rejections = [message for message in scene.sent if isinstance(message, m.Rejected)]
+    assert [(r.request_id, r.code, r.is_retryable) for r in rejections] == [("b", "full", True), ("c", "draining", True)]
+    assert scene.node.status().is_draining
+
+
+async def test_abort_ends_the_request_and_its_fetch_before_blocks_go_back() -> None:
+    scene = Scene()
+    scene.decode(sources=[m.Source("p", ["tcp://127.0.0.1:1"])], prompt_token_ids=[1] * 40)
+    scene.node.received(PROXY, m.Abort(request_id="r", leg=1))
+    assert scene.engine.aborted == ["r#1"]
+    assert scene.fetches[0][0].is_cancelled
+    assert scene.engine.released == []
+    scene.fetches[0][1].ended(num_complete_blocks=0, error="cancelled")
+    await drained()
+    assert scene.engine.released == ["r#1"]
+
+
+async def test_abort_of_an_older_leg_leaves_the_newer_one() -> None:
+    scene = Scene()
+    scene.decode(leg=1)
+    scene.decode(leg=2)
+    assert scene.engine.aborted == ["r#1"]
+    scene.node.received(PROXY, m.Abort(request_id="r", leg=1))
+    assert scene.engine.aborted == ["r#1"]
+    scene.output(9, engine_id="r#2")
+    assert scene.emitted()[-1].leg == 2
+
+
+async def test_resend_repeats_outputs_from_the_index_on() -> None:
+    scene = Scene()
+    scene.decode()
+    for token_id in (11, 12, 13):
+        scene.output(token_id)
+    before = len(scene.emitted())
+    scene.node.received(PROXY, m.Resend(request_id="r", leg=1, choice=0, from_index=1))
+    assert [o.token_ids for o in scene.emitted()[before:]] == [[12], [13]]
+
+
+async def test_hello_lists_finished_requests_until_they_are_acknowledged() -> None:
+    scene = Scene()
+    scene.decode()
+    scene.output(9, FinishReason.LENGTH)
+    assert scene.node.hello(PROXY).live_requests == [m.LiveRequest("r", 1, 1)]
+    scene.node.acknowledged(PROXY, len(scene.sent))
+    assert scene.node.hello(PROXY).live_requests == []
+
+
+async def test_lost_proxy_takes_its_requests_along() -> None:
+    scene = Scene()
+    scene.decode()
+    scene.node.proxy_lost(PROXY)
+    assert scene.engine.aborted == ["r#1"]
+    assert scene.node.num_live_requests == 0
+    assert scene.node.hello(PROXY).live_requests == []
+
+
+async def test_engine_failure_ends_the_request_with_the_error() -> None:
+    scene = Scene()
+    scene.decode()
+    scene.node.engine_events([FailedEvent("r#1", "RuntimeError: no")])
+    (output,) = scene.emitted()
+    assert (output.finish_reason, output.error) == ("error", "RuntimeError: no")
+    assert scene.engine.released == ["r#1"]
+
+
+async def test_deadline_ends_the_request_with_an_error(wait_for: Callable[..., Any]) -> None:
+    scene = Scene()
+    scene.decode(deadline_seconds=0.01)
+    await wait_for(lambda: scene.emitted())
+    assert scene.emitted()[0].error == "the request's deadline passed"
+    assert scene.engine.aborted == ["r#1"]
+
+
+async def drained() -> None:
+    """Everything posted to the event loop so far has run."""
+    done = asyncio.Event()
+    asyncio.get_running_loop().call_soon(done.set)
+    await done.wait()

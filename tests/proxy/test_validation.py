@@ -1,0 +1,328 @@
+"""What is refused, with which status and code, and what a null means. Nothing refused reaches a node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from common import messages as m
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+EOS = 2
+CONTEXT = 2048
+OPTIONAL = [
+    "model max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos n logit_bias presence_penalty",
+    "frequency_penalty repetition_penalty min_tokens logprobs stream stream_options user priority cache_salt",
+    "skip_special_tokens use_beam_search prompt_logprobs",
+]
+OPTIONAL_FIELDS = " ".join(OPTIONAL).split()
+
+
+@pytest.fixture
+async def hello(proxy: Any) -> Any:
+    """A node that always says Hello."""
+    return await proxy.node(lambda _: [*proxy.ids("Hello"), [EOS]])
+
+
+async def refused(proxy: Any, path: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
+    got, reply = await proxy.post(path, body)
+    assert got == status, reply
+    error = reply["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    return dict(error)
+
+
+@pytest.mark.parametrize("field", [*OPTIONAL_FIELDS, "echo", "suffix", "best_of"])
+async def test_null_is_the_default_in_completions(proxy: Any, hello: Any, field: str) -> None:
+    """V-01."""
+    await proxy.complete(**{field: None})
+
+
+@pytest.mark.parametrize(
+    "field",
+    [*OPTIONAL_FIELDS, "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "response_format"],
+)
+async def test_null_is_the_default_in_chat(proxy: Any, hello: Any, field: str) -> None:
+    """V-01."""
+    await proxy.chat(**{field: None})
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_p": 2}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -7}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"seed": 2**70}, "seed"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"repetition_penalty": -1}, "repetition_penalty"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"min_tokens": 1}, "min_tokens"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [512]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+    ],
+)
+async def test_values_that_are_refused(proxy: Any, hello: Any, body: dict[str, Any], param: str) -> None:
+    error = await refused(proxy, COMPLETIONS, {"prompt": "x", **body})
+    assert error["param"] == param
+    assert param in error["message"]
+    assert hello.count(m.Decode) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [{"role": "boss", "content": "Hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+async def test_chat_values_that_are_refused(proxy: Any, hello: Any, body: dict[str, Any], param: str) -> None:
+    error = await refused(proxy, CHAT, {"messages": HI, **body})
+    assert error["param"] == param
+    assert hello.count(m.Decode) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stop_token_ids": [10**9], "min_tokens": 1},
+        {"stop_token_ids": [512]},
+        {"stop_token_ids": [-1]},
+        {"logit_bias": {"10000000": 5}},
+        {"logit_bias": {"-3": 1}},
+        {"logit_bias": {"abc": 1}},
+        {"logit_bias": {"5": 1000}},
+    ],
+)
+async def test_ids_out_of_range(proxy: Any, hello: Any, body: dict[str, Any]) -> None:
+    """M-11: nothing reaches a node, a neighbour is unchanged."""
+    _, reply = await asyncio.gather(refused(proxy, COMPLETIONS, {"prompt": "x", **body}), proxy.complete())
+    assert reply["choices"][0]["text"] == "Hello"
+    assert hello.count(m.Decode) == 1
+
+
+async def test_prompt_over_the_context(proxy: Any, hello: Any) -> None:
+    """V-06."""
+    for prompt in ([5] * (CONTEXT + 1), "x " * (CONTEXT + 1)):
+        error = await refused(proxy, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+        assert error["code"] == "context_length_exceeded"
+        assert str(CONTEXT) in error["message"]
+    assert str(CONTEXT + 1) in (await refused(proxy, COMPLETIONS, {"prompt": [5] * (CONTEXT + 1)}))["message"]
+    error = await refused(proxy, CHAT, {"messages": [{"role": "user", "content": "x " * CONTEXT}]})
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "messages"
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenized(proxy: Any, hello: Any, monkeypatch: Any) -> None:
+    def fail(*_: object, **__: object) -> list[int]:
+        raise AssertionError("was tokenized")
+
+    monkeypatch.setattr(proxy.tokenizer, "encode", fail)
+    error = await refused(proxy, COMPLETIONS, {"prompt": "word " * 10**6})
+    assert error["code"] == "context_length_exceeded"
+
+
+async def test_prompt_and_answer_over_the_context(proxy: Any, hello: Any) -> None:
+    """V-06."""
+    error = await refused(proxy, COMPLETIONS, {"prompt": [5] * 100, "max_tokens": CONTEXT - 99})
+    assert error["code"] == "context_length_exceeded"
+    assert str(CONTEXT) in error["message"]
+    assert str(CONTEXT + 1) in error["message"]
+    await proxy.complete(prompt=[5] * 100, max_tokens=CONTEXT - 100)
+
+
+async def test_text_parts_are_the_joined_string(proxy: Any, hello: Any) -> None:
+    """V-07."""
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
+    await proxy.chat(messages=[{"role": "user", "content": parts}])
+    await proxy.chat(messages=[{"role": "user", "content": "Hello\nthere"}])
+    first, second = await hello.expect(m.Decode), await hello.expect(m.Decode, 2)
+    assert first.prompt_token_ids == second.prompt_token_ids
+    text = proxy.tokenizer.decode(first.prompt_token_ids, skip_special_tokens=False)
+    assert text == "<|im_start|>user\nHello\nthere<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_an_image_is_refused_and_not_fetched(proxy: Any, hello: Any) -> None:
+    """O-13, V-07."""
+    visits = []
+    server = await asyncio.start_server(lambda *_: visits.append(1), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for part in (
+        {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/x"}},
+        {"type": "hologram", "hologram": "x"},
+    ):
+        error = await refused(proxy, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+        assert part["type"] in error["message"]
+    server.close()
+    await server.wait_closed()
+    assert not visits
+
+
+async def test_unknown_model(proxy: Any, hello: Any) -> None:
+    """V-13."""
+    for path, rest in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        error = await refused(proxy, path, {"model": "no-such-model", **rest}, 404)
+        assert error["code"] == "model_not_found"
+    async with proxy.sdk() as client:
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="no-such-model", messages=HI)  # type: ignore[arg-type]
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("no-such-model")
+    assert (await proxy.complete(model=None))["model"] == "tiny"  # the reply states the real name
+
+
+async def test_chat_without_a_limit_runs_to_the_context(proxy: Any) -> None:
+    """V-14."""
+    await proxy.node(lambda _: [[5] * 500] * 10)
+    reply = await proxy.chat(ignore_eos=True)
+    usage = reply["usage"]
+    assert usage["completion_tokens"] == CONTEXT - usage["prompt_tokens"]
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+async def test_limits_of_an_answer(proxy: Any) -> None:
+    """V-14: the newer name wins; completions have their documented default."""
+    await proxy.node(lambda _: [[5] * 500])
+    assert (await proxy.chat(max_tokens=9, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
+    assert (await proxy.chat(max_tokens=9))["usage"]["completion_tokens"] == 9
+    assert (await proxy.complete(max_tokens=None))["usage"]["completion_tokens"] == 16
+    near_end = await proxy.complete(max_tokens=None, prompt=[5] * (CONTEXT - 4))
+    assert near_end["usage"]["completion_tokens"] == 4
+
+
+async def test_parameters_reach_the_node(proxy: Any, hello: Any) -> None:
+    await proxy.complete(
+        prompt=[5, 6], temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=11, stop_token_ids=[9], ignore_eos=True,
+        logprobs=2, priority=3, cache_salt="tenant", user="me",
+    )  # fmt: skip
+    decode = await hello.expect(m.Decode)
+    params = decode.params
+    assert decode.prompt_token_ids == [5, 6]
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (params.seed, params.stop_token_ids, params.ignore_eos, params.logprobs) == (11, (9,), True, 2)
+    assert (params.max_tokens, decode.priority, decode.cache_salt) == (100, 3, "tenant")
+
+
+async def test_a_seed_is_drawn_when_none_came(proxy: Any, hello: Any) -> None:
+    await proxy.complete()
+    await proxy.complete()
+    seeds = [(await hello.expect(m.Decode, i)).params.seed for i in (1, 2)]
+    assert None not in seeds
+    assert seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 5000, b'{"prompt":"x","temperature":NaN}']
+)
+async def test_malformed_json(proxy: Any, hello: Any, body: bytes) -> None:
+    async with proxy.http.post(COMPLETIONS, data=body, headers={"Content-Type": "application/json"}) as reply:
+        assert reply.status == 400
+        assert (await reply.json())["error"]["type"] == "invalid_request_error"
+    await proxy.complete()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("GET", COMPLETIONS, 405), ("DELETE", "/health", 405), ("POST", "//v1/completions", 404)],
+)
+async def test_unknown_paths_and_methods(proxy: Any, method: str, path: str, status: int) -> None:
+    async with proxy.http.request(method, path) as reply:
+        assert reply.status == status
+        assert set((await reply.json())["error"]) == {"message", "type", "param", "code"}
+        assert reply.headers["X-Request-Id"]
+        assert ("Allow" in reply.headers) == (status == 405)
+
+
+async def test_a_body_over_the_cap(start_proxy: Any) -> None:
+    proxy = await start_proxy(max_body_bytes=1000)
+    error = await refused(proxy, COMPLETIONS, {"prompt": "x" * 2000}, 413)
+    assert error["code"] == "request_too_large"
+
+    async def chunked() -> Any:
+        for _ in range(10):
+            yield b"x" * 500
+
+    async with proxy.http.post(COMPLETIONS, data=chunked()) as reply:  # no declared length
+        assert reply.status == 413
+        assert (await reply.json())["error"]["code"] == "request_too_large"
+
+
+async def test_request_id(proxy: Any, hello: Any) -> None:
+    for given, kept in (("check-4711", True), ("bad id", False), ("x" * 200, False), (None, False)):
+        headers = {} if given is None else {"X-Request-Id": given}
+        body = {"model": "tiny", "prompt": "x", "stream": True}
+        async with proxy.http.post(COMPLETIONS, json=body, headers=headers) as reply:
+            assert reply.status == 200
+            assert (reply.headers["X-Request-Id"] == given) == kept
+            assert reply.headers["X-Request-Id"]
+            await reply.read()
+
+
+async def test_tokenize_and_back(proxy: Any) -> None:
+    text = "the quick <|im_start|> 🙂"
+    status, reply = await proxy.post("/tokenize", {"prompt": text})
+    assert status == 200
+    assert reply["tokens"] == proxy.tokenizer.encode(text)
+    assert reply["count"] == len(reply["tokens"])
+    _, back = await proxy.post("/detokenize", {"tokens": reply["tokens"]})
+    assert back == {"prompt": text}
+    _, chat = await proxy.post("/tokenize", {"messages": HI})
+    assert proxy.tokenizer.decode(chat["tokens"], skip_special_tokens=False).endswith("assistant\n")
+    await refused(proxy, "/detokenize", {"tokens": [10**9]})
+    await refused(proxy, "/tokenize", {})
+
+
+async def test_a_model_without_a_template(proxy: Any, hello: Any, monkeypatch: Any) -> None:
+    routes = next(r for r in proxy.app.router.routes() if r.resource.canonical == CHAT)
+    monkeypatch.setattr(routes.handler.__self__.model, "_chat_template", None)
+    error = await refused(proxy, CHAT, {"messages": HI})
+    assert "chat template" in error["message"]
+
+
+async def test_messages_quote_no_prompt(proxy: Any, hello: Any) -> None:
+    """O-07: an error names the field, it does not repeat what the user wrote."""
+    secret = "MARKER PHRASE"
+    for path, body in ((COMPLETIONS, {"prompt": {"text": secret}}), (CHAT, {"messages": [{"role": secret}]})):
+        error = await refused(proxy, path, body)
+        assert secret not in json.dumps(error)

@@ -1,0 +1,39 @@
+"""The `tandem` command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tandem.cli import main
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {command} " in out for command in ("serve", "proxy", "prefill", "decode", "env"))
+
+
+def test_an_unknown_command_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sevre"]) == 2
+    assert "unknown command 'sevre', must be one of serve" in capsys.readouterr().err
+
+
+def test_env_prints_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "python" in out
+    assert "smollm2-135m-instruct" in out
+
+
+@pytest.mark.parametrize("command", ["serve", "proxy", "prefill", "decode"])
+def test_each_process_explains_its_flags_and_refuses_wrong_ones(command: str) -> None:
+    run = [sys.executable, "-m", "tandem", command]
+    explained = subprocess.run([*run, "--help"], capture_output=True, text=True, check=True)
+    assert "--served-model-name" in explained.stdout
+    refused = subprocess.run([*run, "--prot", "1"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "unknown flag --prot, did you mean --port?" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

@@ -1,0 +1,124 @@
+"""`tandem serve` as a command: what it starts, what it says, and how it ends. The processes are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.config import parse
+from common.errors import ConfigError, UnavailableError
+from tandem import serve
+from tandem.child import ChildSpec
+from tandem.config import ServeConfig
+
+MakeSpec = Callable[..., ChildSpec]
+
+
+def _config(*argv: str) -> ServeConfig:
+    return parse(ServeConfig, argv)
+
+
+def _specs(*argv: str) -> list[ChildSpec]:
+    return serve.make_specs(_config(*argv), Path("/models/tiny"), 8000, "tcp://127.0.0.1:8100")
+
+
+def _flag(spec: ChildSpec, name: str) -> str:
+    return spec.command[spec.command.index(name) + 1]
+
+
+def test_the_default_is_a_trio_that_shares_one_model() -> None:
+    proxy, prefill, decode = _specs()
+    assert [s.name for s in (proxy, prefill, decode)] == ["proxy", "prefill", "decode"]
+    assert [s.command[2] for s in (proxy, prefill, decode)] == ["proxy", "prefill_node", "decode_node"]
+    for spec in (proxy, prefill, decode):
+        assert _flag(spec, "--model") == "/models/tiny"
+        assert _flag(spec, "--served-model-name") == "smollm2-135m-instruct"
+    assert _flag(proxy, "--control-endpoint") == _flag(prefill, "--proxy") == _flag(decode, "--proxy")
+    assert prefill.health_url != decode.health_url
+
+
+def test_pools_are_numbered_and_flags_reach_only_whom_they_concern() -> None:
+    specs = _specs("--prefill", "2", "--decode", "3", "--block-size", "32", "--no-enable-prefix-caching")
+    assert [s.name for s in specs] == ["proxy", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    for spec in specs[1:]:
+        assert _flag(spec, "--block-size") == "32"
+        assert "--no-enable-prefix-caching" in spec.command
+        assert "--max-num-seqs" not in spec.command  # not given: the node's own default holds
+    assert "--block-size" not in specs[0].command
+
+
+def test_arguments_for_one_kind_of_process() -> None:
+    proxy, prefill, decode = _specs("--decode-args", "--lease-seconds 3", "--proxy-args", "--api-key 'a b'")
+    assert decode.command[-2:] == ["--lease-seconds", "3"]
+    assert proxy.command[-2:] == ["--api-key", "a b"]
+    assert "--lease-seconds" not in prefill.command
+
+
+def test_what_is_passed_on_is_understood_by_every_process() -> None:
+    from decode_node.config import DecodeConfig
+    from prefill_node.config import PrefillConfig
+    from proxy.config import ProxyConfig
+
+    proxy, prefill, decode = _specs("--kv-cache-memory-bytes", "1GiB", "--max-model-len", "512", "--dtype", "bfloat16")
+    for spec, config_class in ((proxy, ProxyConfig), (prefill, PrefillConfig), (decode, DecodeConfig)):
+        parse(config_class, spec.command[3:])
+    assert parse(DecodeConfig, decode.command[3:]).kv_cache_memory_bytes == 2**30
+
+
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [serve.threads_per_node(n) for n in (1, 2, 3, 20)] == [8, 4, 2, 1]
+    assert _flag(_specs("--num-threads", "3")[1], "--num-threads") == "3"
+
+
+def test_a_port_in_use_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+            serve.available_port("127.0.0.1", port)
+
+
+def test_the_model_is_resolved_first_and_its_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["no-such-model"]) == 1
+    assert capsys.readouterr().err.startswith("tandem serve: model 'no-such-model' is neither an alias")
+
+
+def test_the_curl_line_is_a_valid_request() -> None:
+    text = serve.ready_message(_config(), "http://127.0.0.1:8000", "tcp://127.0.0.1:8100")
+    command = text[text.index("curl") : text.index("\n\nMetrics")]
+    words = [word for word in shlex.split(command) if word.strip()]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["stream"] is True
+    assert body["model"] == "smollm2-135m-instruct"
+    assert "http://127.0.0.1:8000/v1/chat/completions" in words
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_it_with_status_0(
+    child_spec: MakeSpec, log_dir: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proxy = child_spec("proxy", "proxy", "--control-endpoint", "tcp://127.0.0.1:1")
+    run = asyncio.create_task(serve.run(_config(), [proxy, child_spec("decode", "decode")], log_dir))
+    out = ""
+    async with asyncio.timeout(30):
+        while "Ready" not in out:
+            await asyncio.sleep(0.01)
+            out += capsys.readouterr().out
+        os.kill(os.getpid(), number)
+        assert await run == 0
+
+
+async def test_a_vital_death_ends_it_with_an_error(child_spec: MakeSpec, log_dir: Path) -> None:
+    proxy = child_spec("proxy", "proxy", "--control-endpoint", "tcp://127.0.0.1:1")
+    with pytest.raises(UnavailableError, match=r"decode ended with exit status 7(.|\n)*out of luck"):
+        await serve.run(_config(), [proxy, child_spec("decode", "decode", "dies")], log_dir)
