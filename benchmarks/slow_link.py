@@ -4,8 +4,8 @@ A library, `with SlowLink("127.0.0.1", 5601, bytes_per_second=10e6) as link: dia
 
     python benchmarks/slow_link.py --target 127.0.0.1:5601 --listen 127.0.0.1:5602 --rate 10e6 --delay 0.02
 
-It knows no protocol. A token bucket per direction and connection sets the pace; little is buffered (the sockets' buffers
-are small and reading stops while writing waits), so that the sender feels the link as it would feel a real one.
+It knows no protocol. A token bucket per direction and connection sets the pace; little is buffered (the sockets'
+buffers are small and reading stops while writing waits), so that the sender feels the link as it would a real one.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Serving (a fetch as the store sees it):
     events.hidden(rows)                   hidden states, float32 bytes
     events.computed()                     nothing more will come
     events.failed(code, message)          instead of the above
-    store.release(key)                    exactly once for every opened fetch, however it ended: unpin everything,
-                                          stop computing. After it `events` is ignored.
+    store.release(key)                    exactly once for every opened fetch, however it ended (also when `open`
+                                          raised): unpin everything, stop computing. After it `events` is ignored.
 
 `events` may be called from any thread. `open` and `release` are called from the server's thread and must not block.
 """

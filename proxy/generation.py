@@ -131,9 +131,13 @@ class Generator:
         self._clock = clock or SystemClock()
         self._numbers = itertools.count(1)
 
+    def now(self) -> float:
+        return self._clock.now()
+
     def start(
         self,
         name: str,
+        arrived: float,
         body: GenerationBody,
         prompts: Sequence[list[int]],
         *,
@@ -142,7 +146,8 @@ class Generator:
     ) -> Generation:
         """Raises InvalidRequestError before anything is started.
 
-        name: for the log. default_max_tokens: when the request has none; None fills the context.
+        name: for the log. arrived: when the request came, by `now`.
+        default_max_tokens: when the request has none; None fills the context.
         continues_prompt: the answer goes on where the prompt's text ends (completions).
         """
         self._model.check_token_ids(body.stop_token_ids, "stop_token_ids")
@@ -153,7 +158,7 @@ class Generator:
         ]
         wakeup = asyncio.Event()
         choices = [
-            self._choice(index, body, prompt, params, wakeup, continues_prompt=continues_prompt)
+            self._choice(index, body, prompt, params, wakeup, arrived, continues_prompt=continues_prompt)
             for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
         ]
         return Generation(name, choices, sum(map(len, prompts)), wakeup)
@@ -165,12 +170,13 @@ class Generator:
         prompt: list[int],
         params: SamplingParams,
         wakeup: asyncio.Event,
+        arrived: float,
         *,
         continues_prompt: bool,
     ) -> _Choice:
         request_id = f"{self._cluster.instance_id}/{next(self._numbers)}"
         job = Job(request_id, prompt, params, cache_salt=body.cache_salt, priority=body.priority)
-        trace = self._metrics.arrived(len(prompt))
+        trace = self._metrics.arrived(len(prompt), arrived)
         dispatcher = Dispatcher(job, self._cluster, trace=trace, wakeup=wakeup, limits=self._limits, clock=self._clock)
         detokenizer = Detokenizer(
             self._model.tokenizer,

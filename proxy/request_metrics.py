@@ -14,18 +14,19 @@ class RequestMetrics:
         self.metrics = metrics
         self.clock = clock or SystemClock()
 
-    def arrived(self, num_prompt_tokens: int) -> RequestTrace:
-        return RequestTrace(self, num_prompt_tokens)
+    def arrived(self, num_prompt_tokens: int, at: float) -> RequestTrace:
+        """`at`: time on the clock when its first byte was read, before it was tokenized."""
+        return RequestTrace(self, num_prompt_tokens, at)
 
 
 class RequestTrace:
     """The times of one request. `ended` counts it, once."""
 
-    def __init__(self, owner: RequestMetrics, num_prompt_tokens: int) -> None:
+    def __init__(self, owner: RequestMetrics, num_prompt_tokens: int, arrived: float) -> None:
         self._metrics = owner.metrics
         self._clock = owner.clock
         self._num_prompt_tokens = num_prompt_tokens
-        self._arrived = self._clock.now()
+        self._arrived = arrived
         self._placed: float | None = None
         self._first: float | None = None
         self._last: float | None = None

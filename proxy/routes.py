@@ -81,12 +81,13 @@ class Routes:
     # --- generation -------------------------------------------------------------------------------------------------
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        arrived = self.generator.now()
         body = parse_body(ChatBody, await request.read())
         self.model.check_name(body.model)
         prompt = await self._encode_chat(body.messages)
         self.model.check_prompt_length(len(prompt), "messages")
         generation = self.generator.start(
-            request_id_of(request), body, [prompt], default_max_tokens=None, continues_prompt=False
+            request_id_of(request), arrived, body, [prompt], default_max_tokens=None, continues_prompt=False
         )
         shape = ChatFormat(
             self._head("chatcmpl"),
@@ -98,11 +99,13 @@ class Routes:
         return await self._answer(request, body, generation, shape)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
+        arrived = self.generator.now()
         body = parse_body(CompletionBody, await request.read())
         self.model.check_name(body.model)
         prompts = [await self._encode_prompt(prompt) for prompt in body.prompts]
         generation = self.generator.start(
             request_id_of(request),
+            arrived,
             body,
             prompts,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,

@@ -1,4 +1,4 @@
-"""Stand-ins for the two owners of a fetch: a store whose blocks are made from their tokens, and a recording listener."""
+"""Stand-ins for the owners of a fetch: a store whose blocks are made from their tokens, a listener that records."""
 
 from __future__ import annotations
 

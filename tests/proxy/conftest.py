@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from yarl import URL
 
 from common import messages as m
 from common.kv_layout import KVLayout
@@ -303,6 +304,10 @@ class Proxy:
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
 
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        """A request whose path is sent as it is written."""
+        return self.http.request(method, URL(self.url + path, encoded=True), **options)
+
     async def metrics(self) -> dict[str, float]:
         """Every series of /metrics by its name and labels."""
         async with self.http.get("/metrics") as reply:
@@ -343,7 +348,7 @@ class Stream:
         return [json.loads(line, parse_constant=refuse_constant) for line in self.data[:-1]]
 
     def choices(self, index: int = 0) -> list[dict[str, Any]]:
-        return [choice for chunk in self.chunks for choice in chunk["choices"] if choice["index"] == index]
+        return [choice for chunk in self.chunks for choice in chunk.get("choices", []) if choice["index"] == index]
 
     def deltas(self, index: int = 0) -> list[str]:
         found = [c["text"] if "text" in c else c["delta"].get("content", "") for c in self.choices(index)]
@@ -396,8 +401,33 @@ async def start_proxy(tokenizer: TextTokenizer) -> AsyncIterator[StartProxy]:
 
 
 @pytest.fixture
+async def scripted_node() -> AsyncIterator[Callable[..., Awaitable[ScriptedNode]]]:
+    """Starts a node for any proxy, also one in another process."""
+    async with AsyncExitStack() as stack:
+
+        async def start(endpoint: str, script: Script, **changes: Any) -> ScriptedNode:
+            node = ScriptedNode(endpoint, script, instance_id="scripted", hello=make_hello(**changes))
+            stack.push_async_callback(node.die)
+            return await node.start()
+
+        yield start
+
+
+@pytest.fixture
 async def proxy(start_proxy: StartProxy) -> Proxy:
     return await start_proxy()
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    """Lets the loop turn until the condition holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110  (nothing sets an event when the proxy's state changes)
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
+    return _until
 
 
 @pytest.fixture

@@ -22,18 +22,11 @@ async def follow(proxy: Any, text: list[str], **body: Any) -> None:
         text.append(frame["choices"][0]["text"])
 
 
-async def until(condition: Any) -> None:
-    """Yields to the loop until the condition holds."""
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 def paused_script(proxy: Any, wait: Any) -> Any:
     return lambda _: [*proxy.ids(*TEXT[:2]), wait, *proxy.ids(*TEXT[2:]), [EOS]]
 
 
-async def start_on_first(proxy: Any, wait: Any) -> tuple[Any, Any, list[str], Any]:
+async def start_on_first(proxy: Any, wait: Any, until: Any) -> tuple[Any, Any, list[str], Any]:
     """Two nodes and a stream that has come half its way on one of them: (that node, the other, text, stream task)."""
     a = await proxy.node(paused_script(proxy, wait))
     text: list[str] = []
@@ -43,8 +36,8 @@ async def start_on_first(proxy: Any, wait: Any) -> tuple[Any, Any, list[str], An
     return a, b, text, task
 
 
-async def test_a_node_dies_and_the_stream_goes_on(proxy: Any, wait: Any) -> None:
-    a, b, text, task = await start_on_first(proxy, wait)
+async def test_a_node_dies_and_the_stream_goes_on(proxy: Any, wait: Any, until: Any) -> None:
+    a, b, text, task = await start_on_first(proxy, wait, until)
     await a.die()
     await task
     assert "".join(text) == "the quick brown fox"
@@ -55,16 +48,16 @@ async def test_a_node_dies_and_the_stream_goes_on(proxy: Any, wait: Any) -> None
     assert metrics['tandem:request_legs_total{cause="lost",model_name="tiny"}'] == 1
 
 
-async def test_goodbye_moves_requests_at_once(proxy: Any, wait: Any) -> None:
-    a, b, text, task = await start_on_first(proxy, wait)
+async def test_goodbye_moves_requests_at_once(proxy: Any, wait: Any, until: Any) -> None:
+    a, b, text, task = await start_on_first(proxy, wait, until)
     await a.send(m.Goodbye(reason="scaled down"))
     await b.expect(m.Decode)
     await task
     assert "".join(text) == "the quick brown fox"
 
 
-async def test_outputs_of_an_old_leg_are_dropped_and_aborted(proxy: Any, wait: Any) -> None:
-    a, b, text, task = await start_on_first(proxy, wait)
+async def test_outputs_of_an_old_leg_are_dropped_and_aborted(proxy: Any, wait: Any, until: Any) -> None:
+    a, b, text, task = await start_on_first(proxy, wait, until)
     decode = await a.expect(m.Decode)
     await a.output(decode, index=len(a.live[decode.request_id].outputs), finish_reason="abort")
     await b.expect(m.Decode)
@@ -97,7 +90,7 @@ async def test_the_last_node_dies(start_proxy: Any, wait: Any) -> None:
         assert reply.status == 200
 
 
-async def test_nodes_that_keep_dying_end_the_request(start_proxy: Any, wait: Any) -> None:
+async def test_nodes_that_keep_dying_end_the_request(start_proxy: Any, wait: Any, until: Any) -> None:
     """A request that takes nodes down with it must not take them all."""
     proxy = await start_proxy(dispatch=DispatchLimits(max_lost_legs=2))
     nodes = [await proxy.node(lambda _: [wait]) for _ in range(3)]
@@ -171,7 +164,7 @@ async def test_the_deadline_of_a_request(start_proxy: Any, wait: Any) -> None:
 # --- lost messages --------------------------------------------------------------------------------------------------
 
 
-async def test_lost_outputs_are_sent_again(proxy: Any, wait: Any) -> None:
+async def test_lost_outputs_are_sent_again(proxy: Any, wait: Any, until: Any) -> None:
     """A gap in the sequence -> Rehello -> snapshot -> Resend; the client sees nothing of it."""
     node = await proxy.node(lambda _: [*proxy.ids("the "), wait, *proxy.ids("quick "), wait, *proxy.ids("fox"), [EOS]])
     text: list[str] = []
@@ -188,7 +181,7 @@ async def test_lost_outputs_are_sent_again(proxy: Any, wait: Any) -> None:
     assert node.count(m.Decode) == 1
 
 
-async def test_what_a_node_does_not_list_moves(proxy: Any, wait: Any) -> None:
+async def test_what_a_node_does_not_list_moves(proxy: Any, wait: Any, until: Any) -> None:
     node = await proxy.node(paused_script(proxy, wait))
     text: list[str] = []
     task = asyncio.create_task(follow(proxy, text))
@@ -236,7 +229,7 @@ async def test_repeated_and_overlapping_outputs_are_accepted_once(proxy: Any) ->
     assert choice["logprobs"]["token_logprobs"] == [-0.0, -1.0, -2.0, -3.0]
 
 
-async def test_nonsense_is_dropped_and_its_sender_is_cut_off(proxy: Any) -> None:
+async def test_nonsense_is_dropped_and_its_sender_is_cut_off(proxy: Any, until: Any) -> None:
     node = await proxy.node()
     await node.send_raw([b"\xc1", b"nonsense"])
     await until(lambda: proxy.cluster._link_of[node.instance_id].num_bad_messages == 1)
@@ -269,7 +262,7 @@ async def test_a_node_that_does_not_fit_is_refused(proxy: Any, change: dict[str,
     assert len(proxy.cluster.pool) == 1
 
 
-async def test_a_draining_node_gets_no_new_work(proxy: Any, wait: Any) -> None:
+async def test_a_draining_node_gets_no_new_work(proxy: Any, wait: Any, until: Any) -> None:
     a = await proxy.node(paused_script(proxy, wait))
     running = asyncio.create_task(proxy.complete())
     await a.expect(m.Decode)
@@ -298,7 +291,7 @@ async def test_prefill_nodes_are_named_as_sources(proxy: Any) -> None:
 # --- clients that leave ---------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_leaves_a_stream(proxy: Any, wait: Any) -> None:
+async def test_a_client_that_leaves_a_stream(proxy: Any, wait: Any, until: Any) -> None:
     node = await proxy.node(paused_script(proxy, wait))
     async for _ in proxy.frames():
         break
@@ -317,7 +310,7 @@ async def test_a_client_that_leaves_before_the_first_token(proxy: Any, wait: Any
     await node.expect(m.Abort)
 
 
-async def test_a_client_that_leaves_the_queue(start_proxy: Any) -> None:
+async def test_a_client_that_leaves_the_queue(start_proxy: Any, until: Any) -> None:
     proxy = await start_proxy()
     task = asyncio.create_task(proxy.complete())
     await until(lambda: proxy.cluster.admission.num_waiting == 1)
@@ -326,16 +319,18 @@ async def test_a_client_that_leaves_the_queue(start_proxy: Any) -> None:
     await until(lambda: proxy.cluster.num_requests == 0)
 
 
-async def test_a_client_that_does_not_read(start_proxy: Any) -> None:
+async def test_a_client_that_does_not_read(start_proxy: Any, until: Any) -> None:
     """Others are served meanwhile; after the deadline it counts as gone."""
     proxy = await start_proxy(stall_seconds=0.3)
     await proxy.node(lambda decode: [[5] * 10 for _ in range(200)] if len(decode.prompt_token_ids) > 1 else [[EOS]])
     port = int(proxy.url.rsplit(":", 1)[1])
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
     reader._transport.pause_reading()  # type: ignore[attr-defined]
-    body = b'{"model":"tiny","prompt":[5,6],"stream":true,"max_tokens":2000,"logprobs":20}'
+    body = b'{"model":"tiny","prompt":[%b],"stream":true,"max_tokens":2000,"logprobs":20}' % b",".join([b"[5,6]"] * 20)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    await until(lambda: proxy.cluster.num_requests == 1)
+    await until(lambda: proxy.cluster.num_requests == 20)
     assert (await proxy.complete(prompt="x"))["choices"][0]["finish_reason"] == "stop"
     await until(lambda: proxy.cluster.num_requests == 0)
     writer.transport.abort()
+    metrics = await proxy.metrics()
+    assert metrics['vllm:request_success_total{finished_reason="abort",model_name="tiny"}'] > 0

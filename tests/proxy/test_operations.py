@@ -20,6 +20,29 @@ from proxy.config import ProxyConfig
 from proxy.control import check_control_endpoint
 
 EOS = 2
+GOLDEN_NAMES = {
+    "tandem:nodes",
+    "tandem:request_legs_total",
+    "vllm:cache_config_info",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:generation_tokens_total",
+    "vllm:gpu_cache_usage_perc",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prompt_tokens_total",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_generation_tokens",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_success_total",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:time_to_first_token_seconds",
+}
 ROOT = Path(__file__).parents[2]
 KEY = "SECRET1"
 
@@ -60,7 +83,7 @@ async def test_every_route_needs_the_key(start_proxy: Any) -> None:
     routes = [(route.method, route.resource.canonical) for route in proxy.app.router.routes()]
     odd = ["//v1/completions", "/V1/completions", "/v1/x/../completions", "/v1/completions/", "/health/", "//health"]
     for method, path in [*routes, *(("POST", path) for path in odd), ("OPTIONS", "/v1/models"), ("GET", "/nope")]:
-        async with proxy.http.request(method, path.replace("{model}", "tiny")) as reply:
+        async with proxy.request(method, path.replace("{model}", "tiny")) as reply:
             assert reply.status == (200 if path in ("/health", "/ready") else 401), (method, path)
 
 
@@ -97,7 +120,7 @@ async def test_metrics_count_what_usage_says(proxy: Any) -> None:
             assert metrics[f"vllm:{name}_count{label}"] == 3, name
 
 
-async def test_metrics_of_nodes(proxy: Any) -> None:
+async def test_metrics_of_nodes(proxy: Any, until: Any) -> None:
     stats = m.NodeStats(
         num_running=2, num_waiting=3, num_blocks=10, num_free_blocks=4, prefix_cache_queries=50, prefix_cache_hits=20
     )
@@ -111,9 +134,8 @@ async def test_metrics_of_nodes(proxy: Any) -> None:
     assert metrics[f"vllm:prefix_cache_hits_total{{{label}}}"] == 20
     assert any(name.startswith("vllm:cache_config_info") and 'num_gpu_blocks="10"' in name for name in metrics)
     await node.send(m.Goodbye())
-    async with asyncio.timeout(5):
-        while any(node.instance_id in name for name in await proxy.metrics()):
-            await asyncio.sleep(0)
+    await until(lambda: not len(proxy.cluster.pool))
+    assert not any(node.instance_id in name for name in await proxy.metrics())
 
 
 async def test_the_golden_list_of_metric_names(proxy: Any) -> None:
@@ -121,31 +143,20 @@ async def test_the_golden_list_of_metric_names(proxy: Any) -> None:
     await proxy.complete()
     names = {name.split("{")[0] for name in await proxy.metrics()}
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in names}
-    assert families - {"vllm:inter_token_latency_seconds"} == set(
-        """
-        tandem:nodes tandem:request_legs_total
-        vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total
-        vllm:gpu_cache_usage_perc vllm:kv_cache_usage_perc vllm:num_preemptions_total vllm:num_requests_running
-        vllm:num_requests_waiting vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_total
-        vllm:request_decode_time_seconds vllm:request_generation_tokens vllm:request_prefill_time_seconds
-        vllm:request_prompt_tokens vllm:request_queue_time_seconds vllm:request_success_total
-        vllm:request_time_per_output_token_seconds vllm:time_to_first_token_seconds
-        """.split()
-    ) - ({"vllm:request_time_per_output_token_seconds"} - families)
+    # How many messages the tokens came in, and so whether there was a gap between two, is chance.
+    assert families - {"vllm:inter_token_latency_seconds"} == GOLDEN_NAMES
 
 
 # --- load -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_queue_is_429_with_retry_after(start_proxy: Any, wait: Any) -> None:
+async def test_a_full_queue_is_429_with_retry_after(start_proxy: Any, wait: Any, until: Any) -> None:
     proxy = await start_proxy(admission=AdmissionLimits(max_queue=1, queue_seconds=60))
     node = await proxy.node(lambda _: [wait], max_num_seqs=1)
     running = [asyncio.create_task(proxy.complete()) for _ in range(2)]  # one more than runs is let in
     await node.expect(m.Decode, 2)
     waiting = asyncio.create_task(proxy.complete())
-    async with asyncio.timeout(5):
-        while proxy.cluster.admission.num_waiting < 1:
-            await asyncio.sleep(0)
+    await until(lambda: proxy.cluster.admission.num_waiting == 1)
     async with proxy.http.post("/v1/completions", json={"prompt": "x"}) as reply:
         assert reply.status == 429
         assert int(reply.headers["Retry-After"]) >= 1
@@ -162,11 +173,9 @@ async def test_no_node_is_503_with_retry_after(start_proxy: Any) -> None:
         assert reply.headers["Retry-After"]
 
 
-async def test_a_request_waits_for_the_first_node(proxy: Any) -> None:
+async def test_a_request_waits_for_the_first_node(proxy: Any, until: Any) -> None:
     task = asyncio.create_task(proxy.complete())
-    async with asyncio.timeout(5):
-        while not proxy.cluster.admission.num_waiting:
-            await asyncio.sleep(0)
+    await until(lambda: proxy.cluster.admission.num_waiting == 1)
     await proxy.node(lambda _: [*proxy.ids("Hello"), [EOS]])
     assert (await task)["choices"][0]["text"] == "Hello"
 
@@ -238,8 +247,9 @@ def test_the_proxy_imports_no_torch() -> None:
         "import sys, proxy.app, proxy.__main__\n"
         "found = {'torch', 'transformers'} & set(sys.modules)\n"
         "assert not found, found\n"
-        "import resource; peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
-        "assert peak < 150, f'{peak} MB without a model'\n"
+        "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "resident = int(status['VmRSS'].split()[0]) // 1024\n"
+        "assert resident < 150, f'{resident} MB without a model'\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

@@ -104,9 +104,9 @@ async def test_stop_string_in_pieces(proxy: Any, second: str, text: str, reason:
     assert "EN" not in "".join(stream.deltas()) or text.endswith("ENX")
 
 
-async def test_stop_phrase_of_many_tokens(proxy: Any) -> None:
+async def test_stop_phrase_of_many_tokens(proxy: Any, wait: Any) -> None:
     """S-06: and the node is told at once."""
-    node = await proxy.node(lambda _: [*proxy.ids("a ", "red", " blue"), *proxy.ids(" after") * 100])
+    node = await proxy.node(lambda _: [*proxy.ids("a ", "red", " blue"), wait, *proxy.ids(" after")])
     plain, _ = await both(proxy, stop="red blue")
     assert plain["text"] == "a "
     assert plain["finish_reason"] == "stop"

@@ -1,0 +1,142 @@
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Forward over one flat batch of a step.
+
+The layers hold plain tensors and call `kernels.ops`; there is no autograd and no module tree. `load` takes the
+checkpoint's names, so the loader needs to know nothing of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from common.errors import CheckpointError
+from common.layers.attention import Attention
+from common.layers.batch import FlatBatch
+from common.layers.linear import Linear, Parameter
+from common.layers.rotary import RotaryEmbedding
+from common.model_config import ModelConfig
+from kernels import ops
+
+Load = Callable[[torch.Tensor], None]
+BetweenLayers = Callable[[int], bool]
+"""Called with the number of the layer that comes next; False leaves the pass."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_SKIPPED = re.compile(r".*rotary_emb\.inv_freq")  # old checkpoints carry it; it follows from the config
+
+
+class LlamaLayer:
+    def __init__(self, config: ModelConfig, number: int, dtype: torch.dtype) -> None:
+        self._eps = config.rms_norm_eps
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.input_norm = Parameter((hidden,), dtype)
+        self.post_norm = Parameter((hidden,), dtype)
+        self.attention = Attention(config, number, dtype)
+        self.gate_up = Linear(hidden, [inner, inner], has_bias=config.mlp_bias, dtype=dtype)
+        self.down = Linear(inner, [hidden], has_bias=config.mlp_bias, dtype=dtype)
+
+    def __call__(
+        self, x: torch.Tensor, batch: FlatBatch, pool: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        x = x + self.attention(ops.rms_norm(x, self.input_norm.data, self._eps), batch, pool, cos, sin)
+        inner = self.gate_up(ops.rms_norm(x, self.post_norm.data, self._eps))
+        return x + self.down(ops.silu_and_mul(inner))
+
+    def loaders(self) -> dict[str, Load]:
+        attention = self.attention
+        found: dict[str, Load] = {
+            "input_layernorm.weight": self.input_norm.load,
+            "post_attention_layernorm.weight": self.post_norm.load,
+        }
+        parts = [("self_attn.q_proj", attention.qkv, 0), ("self_attn.k_proj", attention.qkv, 1)]
+        parts += [("self_attn.v_proj", attention.qkv, 2), ("self_attn.o_proj", attention.out, 0)]
+        parts += [("mlp.gate_proj", self.gate_up, 0), ("mlp.up_proj", self.gate_up, 1), ("mlp.down_proj", self.down, 0)]
+        for name, linear, part in parts:
+            found[f"{name}.weight"] = lambda t, linear=linear, part=part: linear.load_weight(t, part)
+            if linear.bias is not None:
+                found[f"{name}.bias"] = lambda t, linear=linear, part=part: linear.load_bias(t, part)
+        return found
+
+    def linears(self) -> list[Linear]:
+        return [self.attention.qkv, self.attention.out, self.gate_up, self.down]
+
+    def norms(self) -> list[Parameter]:
+        return [self.input_norm, self.post_norm]
+
+
+class Llama:
+    """has_head: False for a prefill node, which returns hidden states and never logits."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, has_head: bool, max_positions: int | None = None) -> None:
+        if config.hidden_act != "silu":
+            raise CheckpointError(f"hidden_act is {config.hidden_act!r}, Llama here supports 'silu'")
+        self.config = config
+        self.has_head = has_head
+        self.embedding = Parameter((config.vocab_size, config.hidden_size), dtype)
+        self.layers = [LlamaLayer(config, number, dtype) for number in range(config.num_layers)]
+        self.norm = Parameter((config.hidden_size,), dtype)
+        self.head = Linear(config.hidden_size, [config.vocab_size], has_bias=False, dtype=dtype) if has_head else None
+        self._rotary = RotaryEmbedding(config, max_positions)
+        self._dtype = dtype
+
+    # --- loading -------------------------------------------------------------------------------------------------
+
+    def loader(self, name: str) -> Load | None:
+        """Where the checkpoint's tensor of this name goes; None when it is not needed. Raises CheckpointError."""
+        if name == "model.embed_tokens.weight":
+            return self.embedding.load
+        if name == "model.norm.weight":
+            return self.norm.load
+        if name == "lm_head.weight":
+            is_unused = self.head is None or self.config.tie_word_embeddings
+            return None if is_unused or self.head is None else self.head.load_weight
+        if _SKIPPED.fullmatch(name):
+            return None
+        match = _LAYER.fullmatch(name)
+        if match and int(match[1]) < len(self.layers):
+            load = self.layers[int(match[1])].loaders().get(match[2])
+            if load is not None:
+                return load
+        raise CheckpointError(f"tensor {name!r} does not belong to this model")
+
+    def finish_loading(self) -> list[str]:
+        """Ties the head, packs the weights; names of what is still not filled (then nothing is packed)."""
+        if self.head is not None and self.config.tie_word_embeddings:
+            self.head.load_weight(self.embedding.data)
+        unfilled = [name for name, parameter in self._parameters() if not parameter.is_filled]
+        if not unfilled:
+            for linear in [linear for layer in self.layers for linear in layer.linears()] + ([self.head] if self.head else []):
+                linear.pack()
+        return unfilled
+
+    def _parameters(self) -> list[tuple[str, Parameter]]:
+        found = [("model.embed_tokens.weight", self.embedding), ("model.norm.weight", self.norm)]
+        if self.head is not None:
+            found.append(("lm_head.weight", self.head.weight))
+        for number, layer in enumerate(self.layers):
+            found += [(f"norm {i} of layer {number}", norm) for i, norm in enumerate(layer.norms())]
+            for i, linear in enumerate(layer.linears()):
+                found.append((f"linear {i} of layer {number}", linear.weight))
+                if linear.bias is not None:
+                    found.append((f"bias {i} of layer {number}", linear.bias))
+        return found
+
+    # --- computing -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: FlatBatch, pool: torch.Tensor, between_layers: BetweenLayers) -> torch.Tensor | None:
+        """Hidden states after the last norm, [N, hidden_size]; None when `between_layers` said to leave."""
+        x = self.embedding.data.index_select(0, batch.token_ids)
+        cos = self._rotary.cos.index_select(0, batch.positions).to(self._dtype)
+        sin = self._rotary.sin.index_select(0, batch.positions).to(self._dtype)
+        for number, layer in enumerate(self.layers):
+            if not between_layers(number):
+                return None
+            x = layer(x, batch, pool, cos, sin)
+        return ops.rms_norm(x, self.norm.data, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [N, vocab_size]."""
+        assert self.head is not None
+        return self.head(hidden.to(self._dtype)).float()

@@ -1,0 +1,43 @@
+"""Makes a runner and its pool from a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from common.kv_layout import KVDType, KVLayout
+from common.model_config import ModelConfig
+from common.models.loader import load_model
+from common.runner.kv_cache import TORCH_DTYPES, KVCache
+from common.runner.model_runner import ModelRunner
+from common.runner.sampler import Sampler
+
+
+def make_layout(config: ModelConfig, block_size: int, dtype: KVDType) -> KVLayout:
+    return KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        model_fingerprint=config.fingerprint,
+    )
+
+
+def load_runner(
+    model_dir: Path,
+    config: ModelConfig,
+    layout: KVLayout,
+    num_blocks: int,
+    *,
+    with_head: bool,
+    num_threads: int,
+    max_model_len: int | None = None,
+) -> tuple[ModelRunner, KVCache]:
+    """Sets the number of threads of this process's torch. Raises CheckpointError."""
+    torch.set_num_threads(num_threads)
+    dtype = TORCH_DTYPES[layout.dtype]
+    model = load_model(model_dir, config, dtype=dtype, has_head=with_head, max_positions=max_model_len)
+    kv_cache = KVCache(layout, num_blocks)
+    return ModelRunner(model, kv_cache, Sampler() if with_head else None), kv_cache

@@ -1,0 +1,86 @@
+"""The one public surface of the kernels: typed, shapes checked, independent of what serves it.
+
+Batches are flat: row i of every tensor belongs to token i of the step, whichever request it is of. The pool is
+`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous; block 0 takes writes that nobody reads.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.dispatch import implementation
+from kernels.plan import AttentionPlan
+
+__all__ = [
+    "copy_blocks",
+    "linear",
+    "pack_weight",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "write_kv",
+]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [N, D] / rms(x) * weight [D]."""
+    _check(x.shape[-1] == weight.shape[0], "rms_norm", x, weight)
+    out: torch.Tensor = implementation("rms_norm", x.device.type)(x, weight, eps)
+    return out
+
+
+def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [N, heads, head_dim] rotated by each row's cos and sin [N, rotary_dim / 2]; half-split pairs."""
+    _check(x.shape[0] == cos.shape[0] and 2 * cos.shape[1] <= x.shape[2], "rotary_embedding", x, cos)
+    out: torch.Tensor = implementation("rotary_embedding", x.device.type)(x, cos, sin)
+    return out
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [N, 2 * D] -> silu(x[:, :D]) * x[:, D:]."""
+    out: torch.Tensor = implementation("silu_and_mul", x.device.type)(x)
+    return out
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, layer: int, blocks: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    """k, v [N, num_kv_heads, head_dim] into slot offsets[i] of block blocks[i] of this layer."""
+    _check(k.shape == v.shape and k.shape[1:] == (pool.shape[3], pool.shape[5]), "write_kv", k, pool)
+    implementation("write_kv", k.device.type)(k, v, pool, layer, blocks, offsets)
+
+
+def paged_attention(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """Causal attention of q [N, num_heads, head_dim] over the pool, as the plan says; [N, num_heads, head_dim].
+
+    Rows with one query and rows of prompt chunks stand in one call; num_heads is a multiple of num_kv_heads. No slot
+    past a sequence's end influences the result, whatever it holds.
+    """
+    _check(q.shape[1] % pool.shape[3] == 0 and q.shape[2] == pool.shape[5], "paged_attention", q, pool)
+    out: torch.Tensor = implementation("paged_attention", q.device.type)(q, pool, layer, plan, scale)
+    return out
+
+
+def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """Whole blocks, all layers: pool[destinations[i]] = pool[sources[i]]; no block is on both sides."""
+    implementation("copy_blocks", pool.device.type)(pool, sources, destinations)
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """weight [out_features, in_features] in the order that `linear` likes best on its device; opaque."""
+    packed: torch.Tensor = implementation("pack_weight", weight.device.type)(weight)
+    return packed
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [N, in_features] times a packed weight, [N, out_features]."""
+    out: torch.Tensor = implementation("linear", x.device.type)(x, weight, bias)
+    return out
+
+
+def _check(is_right: bool, op: str, *tensors: torch.Tensor) -> None:
+    if not is_right:
+        raise ValueError(f"{op}: shapes do not fit: {', '.join(str(tuple(t.shape)) for t in tensors)}")

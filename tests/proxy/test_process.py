@@ -1,0 +1,168 @@
+"""`python -m proxy` as a process of its own, on a model directory made here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+ROOT = Path(__file__).parents[2]
+EOS = 2
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "eos_token_id": EOS,
+}
+
+
+@pytest.fixture
+def model_directory(tmp_path: Path, tokenizer: Any) -> Path:
+    tokenizer._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    save_file({"model.embed_tokens.weight": np.zeros((512, 8), np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def read_until(self, event: str) -> str:
+        """The first log line of an event."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(30):
+            while line := (await self.process.stderr.readline()).decode():
+                self.lines.append(line)
+                if f" {event} " in line:
+                    return line
+        raise AssertionError(f"no {event} in {self.lines}")
+
+    async def rest(self) -> str:
+        _, rest = await self.process.communicate()
+        return "".join(self.lines) + rest.decode()
+
+
+@asynccontextmanager
+async def running(directory: Path, *flags: str, **environment: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", str(directory), "--served-model-name", "tiny", "--port", "0"),
+        *("--control-endpoint", "tcp://127.0.0.1:*", *flags),
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+def field(line: str, name: str) -> str:
+    found = re.search(rf"{name}=(\S+)", line)
+    assert found is not None, line
+    return found[1]
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Local addresses of the process's listening TCP sockets, in the kernel's notation."""
+    inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    rows += [row.split() for row in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+async def test_serves_and_stops_cleanly(model_directory: Path, scripted_node: Any, tokenizer: Any) -> None:
+    """O-02, O-07: loopback only, the key in no log; SIGTERM ends it with status 0."""
+    async with running(model_directory, TANDEM_API_KEY="SECRET1") as proxy:
+        endpoint = field(await proxy.read_until("control_listening"), "endpoint")
+        url = field(await proxy.read_until("http_listening"), "url")
+        assert listening_addresses(proxy.process.pid) == {"0100007F"}
+        await scripted_node(endpoint, lambda _: [tokenizer.encode("Hello"), [EOS]])
+        headers = {"Authorization": "Bearer SECRET1"}
+        async with aiohttp.ClientSession(url, headers=headers) as http:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+            async with http.post("/v1/chat/completions", json=body) as reply:
+                assert (await reply.json())["choices"][0]["message"]["content"] == "Hello"
+            async with http.get("/v1/models", headers={"Authorization": "no"}) as reply:
+                assert reply.status == 401
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{proxy.process.pid}/status").read_text().splitlines())
+        assert int(status["VmRSS"].split()[0]) < 250 * 1024
+        proxy.process.send_signal(signal.SIGTERM)
+        log = await proxy.rest()
+    assert proxy.process.returncode == 0, log
+    assert "SECRET1" not in log
+    assert " stopped" in log
+
+
+async def test_sigint_aborts_what_outlives_its_grace(
+    model_directory: Path, scripted_node: Any, tokenizer: Any, wait: Any
+) -> None:
+    async with running(model_directory, "--shutdown-grace-seconds", "0.1") as proxy:
+        endpoint = field(await proxy.read_until("control_listening"), "endpoint")
+        url = field(await proxy.read_until("http_listening"), "url")
+        node = await scripted_node(endpoint, lambda _: [tokenizer.encode("Hello"), wait])
+        async with aiohttp.ClientSession(url) as http:
+            async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as reply:
+                assert reply.status == 200
+                await reply.content.readline()
+                proxy.process.send_signal(signal.SIGINT)
+                await asyncio.wait_for(proxy.process.wait(), 20)
+        assert proxy.process.returncode == 0
+        assert not node.live, "the node was not told"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--control-endpoint", "tcp://0.0.0.0:0"], "not encrypted"),
+        (["--chat-template", "/no/such/file"], "chat-template"),
+        (["--port", "99999"], "--port"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+async def test_what_it_cannot_start_with_is_named(model_directory: Path, flags: list[str], words: str) -> None:
+    async with running(model_directory, *flags) as proxy:
+        log = await proxy.rest()
+    assert proxy.process.returncode in (1, 2)
+    assert words in log
+    assert "Traceback" not in log
+
+
+async def test_a_port_in_use_is_named(model_directory: Path, unused_tcp_port: int) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", unused_tcp_port)
+    for flags in (
+        ["--port", str(unused_tcp_port)],
+        ["--control-endpoint", f"tcp://127.0.0.1:{unused_tcp_port}"],
+    ):
+        async with running(model_directory, *flags) as proxy:
+            log = await proxy.rest()
+        assert proxy.process.returncode == 1, log
+        assert str(unused_tcp_port) in log
+    server.close()
+    await server.wait_closed()
