@@ -17,11 +17,24 @@ MIN_ROWS_TOGETHER = 4
 """Fewer one-row requests than this are quicker one by one (measured on one core, contexts of 40 to 1,000 tokens)."""
 
 
+class ScratchMemory:
+    """Flat memory that grows to the largest size asked and is used again for every step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def __call__(self, num_items: int) -> torch.Tensor:
+        if self._memory.numel() < num_items:
+            self._memory = torch.empty(num_items, dtype=self._memory.dtype)
+        return self._memory
+
+
 @dataclass(frozen=True)
 class PoolShape:
     num_layers: int
     num_kv_heads: int
     block_size: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -58,15 +71,23 @@ class RowsTogether:
 
 @dataclass(frozen=True)
 class AttentionPlan:
+    """scratch: flat, of the pool's dtype, as large as the largest gather; each layer overwrites it."""
+
     shape: PoolShape
     one_by_one: tuple[OneSequence, ...]
     together: RowsTogether | None
+    scratch: torch.Tensor
 
 
 def make_plan(
-    shape: PoolShape, query_lens: Sequence[int], contexts: Sequence[int], block_tables: Sequence[Sequence[int]]
+    shape: PoolShape,
+    query_lens: Sequence[int],
+    contexts: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    scratch_memory: ScratchMemory,
 ) -> AttentionPlan:
-    """query_lens: rows of each request, in batch order. contexts: tokens that its last row attends, itself included.
+    """scratch_memory: gives flat memory for so many items, the same again for every plan.
+    query_lens: rows of each request, in batch order. contexts: tokens that its last row attends, itself included.
     block_tables: at least ceil(context / block_size) block ids of each request."""
     first_rows = np.concatenate([[0], np.cumsum(query_lens)[:-1]]).astype(np.int64)
     singles = [i for i, n in enumerate(query_lens) if n == 1]
@@ -80,7 +101,9 @@ def make_plan(
         if i not in single_set
     )
     together = _together(shape, first_rows[singles], [contexts[i] for i in singles], [tables[i] for i in singles])
-    return AttentionPlan(shape, one_by_one, together)
+    gathered = [len(sequence.kv_rows) for sequence in one_by_one] + ([len(together.kv_rows)] if together else [])
+    scratch = scratch_memory(max(gathered) * shape.block_size * shape.head_dim)
+    return AttentionPlan(shape, one_by_one, together, scratch)
 
 
 def _first_rows_of(shape: PoolShape, blocks: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ def paged_attention(
     shift = layer * 2 * plan.shape.num_kv_heads
     for sequence in plan.one_by_one:
         rows = slice(sequence.first_row, sequence.first_row + sequence.num_rows)
-        out[rows] = _attend_sequence(q[rows], table, shift, sequence, plan.shape.num_kv_heads, scale)
+        out[rows] = _attend_sequence(q[rows], table, shift, sequence, plan.shape.num_kv_heads, scale, plan.scratch)
     if plan.together is not None:
         attended = _attend_together(q.index_select(0, plan.together.rows), table, shift, plan.together, plan, scale)
         out.index_copy_(0, plan.together.rows, attended)
@@ -51,12 +51,18 @@ def paged_attention(
 
 
 def _attend_sequence(
-    q: torch.Tensor, table: torch.Tensor, shift: int, sequence: OneSequence, num_kv_heads: int, scale: float
+    q: torch.Tensor,
+    table: torch.Tensor,
+    shift: int,
+    sequence: OneSequence,
+    num_kv_heads: int,
+    scale: float,
+    scratch: torch.Tensor,
 ) -> torch.Tensor:
     """q: [num_rows, num_heads, head_dim] of one request."""
     num_rows, num_heads, head_dim = q.shape
-    kv = table.index_select(0, sequence.kv_rows + shift).view(2, num_kv_heads, -1, head_dim)[:, :, : sequence.context]
-    k, v = kv.to(q.dtype).unbind(0)
+    kv = _gather(table, sequence.kv_rows + shift, scratch).view(2, num_kv_heads, -1, head_dim)
+    k, v = kv[:, :, : sequence.context].unbind(0)
     if num_rows == 1:
         scores = torch.bmm(q.view(num_kv_heads, -1, head_dim), k.transpose(1, 2)).mul_(scale)
         return torch.bmm(scores.softmax(-1), v).view(1, num_heads, head_dim)
@@ -81,7 +87,7 @@ def _attend_together(
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, block_size = plan.shape.num_kv_heads, plan.shape.block_size
     num_blocks = len(rows.segment)
-    kv = table.index_select(0, rows.kv_rows + shift).to(q.dtype).view(2, num_blocks, num_kv_heads, block_size, head_dim)
+    kv = _gather(table, rows.kv_rows + shift, plan.scratch).view(2, num_blocks, num_kv_heads, block_size, head_dim)
     k, v = kv.unbind(0)
     _clear_tails(v, rows)
     q_of_block = q.view(num_requests, -1).index_select(0, rows.segment).view(num_blocks * num_kv_heads, -1, head_dim)
@@ -93,6 +99,12 @@ def _attend_together(
     of_block = torch.bmm(weights.view(num_blocks * num_kv_heads, -1, block_size), v.view(-1, block_size, head_dim))
     out = q.new_zeros(num_requests, num_heads * head_dim).index_add_(0, rows.segment, of_block.view(num_blocks, -1))
     return out.view(num_requests, num_heads, head_dim).div_(total.unsqueeze(-1))
+
+
+def _gather(table: torch.Tensor, rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Rows of the pool in the step's own scratch memory: fresh memory for each layer costs more than the copy."""
+    out = scratch[: rows.numel() * table.shape[1]].view(rows.numel(), table.shape[1])
+    return torch.index_select(table, 0, rows, out=out)
 
 
 def _clear_tails(v: torch.Tensor, rows: RowsTogether) -> None:

@@ -97,13 +97,18 @@ class Link:
 
     def receive(self, now: float) -> bool:
         """Takes in what has come; True when there may be more."""
+        # Asked before reading: what came before the loss is still there to be read.
+        lost_reason = self._connection.lost_reason() if self._connection else None
         for _ in range(_MESSAGES_PER_TURN):
             parts = self._connection.receive() if self._connection else None
             if parts is None:
-                self._check_lost(now)
-                return False
+                break
             self._take(now, parts)
-        return True
+        else:
+            return True
+        if lost_reason is not None and self._connection is not None:
+            self._lose(now, lost_reason)
+        return False
 
     def tick(self, now: float) -> None:
         self._perform(now, self._session.tick(now))
@@ -121,11 +126,9 @@ class Link:
             return
         self._perform(now, self._session.receive(now, message), message.payload)
 
-    def _check_lost(self, now: float) -> None:
-        reason = self._connection.lost_reason() if self._connection else None
-        if reason is not None:
-            code = FailCode.CONNECTION_LOST if self._session.is_established else FailCode.UNREACHABLE
-            self._disconnect(now, Disconnect(code, f"instance {self.source.instance_id}: {reason}"))
+    def _lose(self, now: float, reason: str) -> None:
+        code = FailCode.CONNECTION_LOST if self._session.is_established else FailCode.UNREACHABLE
+        self._disconnect(now, Disconnect(code, f"instance {self.source.instance_id}: {reason}"))
 
     # --- effects
 

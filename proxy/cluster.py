@@ -192,7 +192,9 @@ class Cluster:
         self._nodes_changed()
 
     def _refuse(self, link: Link, node_id: str, reason: str) -> None:
-        log_event(log, "node_refused", level=logging.WARNING, node=node_id, reason=reason)
+        if reason != link.refusal:  # it asks again and again
+            log_event(log, "node_refused", level=logging.WARNING, node=node_id, reason=reason)
+        link.refusal = reason
         self._socket.send(link, node_id, m.Refused(reason=reason))
 
     def _join(self, link: Link, node_id: str) -> None:

@@ -38,6 +38,7 @@ class Link:
     last_heard: float = 0.0
     rehello_sent_at: float | None = None
     num_bad_messages: int = 0
+    refusal: str | None = None
 
     @property
     def is_blocked(self) -> bool:
@@ -106,7 +107,9 @@ class ControlSocket:
         # With NOBLOCK the future is done when it comes back.
         done = cast("asyncio.Future[object]", self._socket.send_multipart(frames, zmq.NOBLOCK))
         if (error := done.exception()) is not None:
-            log_event(log, "control_send_failed", node=receiver, type=type(message).__name__, error=error)
+            log_event(
+                log, "control_send_failed", level=logging.DEBUG, node=receiver, type=type(message).__name__, error=error
+            )
         return error is None
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class DispatchLimits:
     """
 
     max_lost_legs: int = 3
-    max_rejected_legs: int = 30
+    max_rejected_legs: int = 100
     accept_seconds: float = 10.0
     request_seconds: float = 3600.0
 

@@ -109,6 +109,7 @@ class Generation:
             error=self._failure.code if self._failure else None,
             prompt_tokens=usage.num_prompt_tokens,
             output_tokens=usage.num_output_tokens,
+            seconds=self._choices[0].trace.age_seconds,
             legs=max(choice.dispatcher.leg for choice in self._choices),
         )
 

@@ -33,6 +33,10 @@ class RequestTrace:
         self._num_outputs = 0
         self._is_ended = False
 
+    @property
+    def age_seconds(self) -> float:
+        return self._clock.now() - self._arrived
+
     def placed(self, cause: str) -> None:
         """A leg was opened because of `cause`: "new", "rejected" or "lost"."""
         self._metrics.counter(names.LEGS, cause=cause).inc()

@@ -9,12 +9,14 @@ import torch
 
 from common.layers.batch import FlatBatch
 from common.scheduling.output import ScheduledRequest
-from kernels.plan import PoolShape, make_plan
+from kernels.plan import PoolShape, ScratchMemory, make_plan
 
 NULL_BLOCK = 0
 
 
-def make_flat_batch(scheduled: Sequence[ScheduledRequest], shape: PoolShape) -> FlatBatch:
+def make_flat_batch(
+    scheduled: Sequence[ScheduledRequest], shape: PoolShape, scratch_memory: ScratchMemory
+) -> FlatBatch:
     num_rows = sum(rows.num_tokens for rows in scheduled)
     token_ids, positions = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
     blocks = np.empty(num_rows, np.int64)
@@ -40,5 +42,6 @@ def make_flat_batch(scheduled: Sequence[ScheduledRequest], shape: PoolShape) -> 
             [rows.num_tokens for rows in scheduled],
             [rows.start + rows.num_tokens for rows in scheduled],
             [rows.block_table for rows in scheduled],
+            scratch_memory,
         ),
     )

@@ -19,7 +19,7 @@ from common.runner.input_batch import make_flat_batch
 from common.runner.kv_cache import KVCache
 from common.runner.sampler import Sampler, SamplingRow
 from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
-from kernels.plan import PoolShape
+from kernels.plan import PoolShape, ScratchMemory
 
 
 class ModelRunner:
@@ -30,7 +30,8 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._sampler = sampler
-        self._shape = PoolShape(layout.num_layers, layout.num_kv_heads, layout.block_size)
+        self._shape = PoolShape(layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self._scratch = ScratchMemory(kv_cache.pool.dtype)
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput, inbox: Inbox, should_cancel: CancelCheck) -> StepResult:
@@ -38,7 +39,7 @@ class ModelRunner:
         self._zero_tails(batch.scheduled)
         hidden = None
         if batch.scheduled:
-            flat = make_flat_batch(batch.scheduled, self._shape)
+            flat = make_flat_batch(batch.scheduled, self._shape, self._scratch)
             hidden = self._model.forward(flat, self._kv_cache.pool, lambda _layer: not should_cancel())
             if hidden is None:
                 return StepResult(is_cancelled=True)

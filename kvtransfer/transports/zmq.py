@@ -59,6 +59,8 @@ class ZmqServerPort:
         try:
             self._socket.send_multipart([peer, *parts], zmq.NOBLOCK)
         except zmq.Again:
+            # Sending alone may never notice that the peer has left meanwhile; asking for events makes ZMQ look.
+            self._socket.getsockopt(zmq.EVENTS)
             return SendStatus.FULL
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import openai
@@ -56,6 +57,7 @@ class Live:
     decode: m.Decode
     outputs: list[int] = field(default_factory=list)
     """All outputs, those that came with the Decode included."""
+    finish_reason: Literal["stop", "length"] | None = None
 
 
 class ScriptedNode:
@@ -76,6 +78,8 @@ class ScriptedNode:
         self.rejection: tuple[str, str, bool] | None = None
         self.knows_requests = True
         self.proxy_id = ""
+        self.losses: random.Random | None = None
+        """If set, messages are lost by its dice, one of ten."""
         self._sent = 0
         self._seen = 0
         self._num_to_drop = 0
@@ -105,6 +109,8 @@ class ScriptedNode:
         self._sent += 1
         if self._num_to_drop:
             self._num_to_drop -= 1
+            return
+        if self.losses and not isinstance(message, m.Hello) and self.losses.random() < 0.1:
             return
         receiver = self.proxy_id if receiver is None else receiver
         envelope = m.Envelope(self.instance_id, receiver, self._sent, self._seen)
@@ -163,7 +169,12 @@ class ScriptedNode:
             await self.send(replace_hello(self.hello, self._snapshot()))
         elif isinstance(message, m.Resend) and (live := self.live.get(message.request_id)):
             rest = live.outputs[message.from_index :]
-            await self.output(live.decode, index=message.from_index, token_ids=rest)
+            fields = {"index": message.from_index, "token_ids": rest, "finish_reason": live.finish_reason}
+            await self.output(live.decode, **fields)
+
+    @property
+    def running(self) -> list[Live]:
+        return [live for live in self.live.values() if live.finish_reason is None]
 
     def _snapshot(self) -> list[m.LiveRequest]:
         if not self.knows_requests:
@@ -206,8 +217,7 @@ class ScriptedNode:
         if params.logprobs is not None:
             fields["logprobs"] = [fake_logprobs(token_id, params.logprobs) for token_id in token_ids]
         live.outputs += token_ids
-        if finish:
-            del self.live[decode.request_id]
+        live.finish_reason = finish  # and stays listed: the last outputs may be lost
         await self.output(decode, **fields)
         return finish is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -96,8 +97,8 @@ async def test_nodes_that_keep_dying_end_the_request(start_proxy: Any, wait: Any
     nodes = [await proxy.node(lambda _: [wait]) for _ in range(3)]
     task = asyncio.create_task(proxy.post("/v1/completions", {"prompt": "x"}))
     for _ in range(2):
-        await until(lambda: any(node.live for node in nodes))
-        victim = next(node for node in nodes if node.live)
+        await until(lambda: any(node.running for node in nodes))
+        victim = next(node for node in nodes if node.running)
         victim.live.clear()
         await victim.send(m.Goodbye())
     status, body = await task
@@ -179,6 +180,25 @@ async def test_lost_outputs_are_sent_again(proxy: Any, wait: Any, until: Any) ->
     await task
     assert "".join(text) == "the quick fox"
     assert node.count(m.Decode) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_any_losses_leave_every_stream_whole(proxy: Any, seed: int) -> None:
+    """Two nodes lose a tenth of what they send, one of them dies on the way: every text is complete and in order."""
+    words = [f"{i} " for i in range(30)]
+
+    def script(decode: m.Decode) -> Any:
+        return [*proxy.ids(*words), [EOS]]
+
+    a, b = await proxy.node(script, max_num_seqs=20), await proxy.node(script, max_num_seqs=20)
+    a.losses, b.losses = random.Random(seed), random.Random(seed + 100)
+    texts: list[list[str]] = [[] for _ in range(12)]
+    tasks = [asyncio.create_task(follow(proxy, text, max_tokens=500)) for text in texts]
+    await a.expect(m.Decode, 3)
+    if seed % 2:
+        await a.die()
+    await asyncio.gather(*tasks)
+    assert ["".join(text) for text in texts] == ["".join(words)] * 12
 
 
 async def test_what_a_node_does_not_list_moves(proxy: Any, wait: Any, until: Any) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from common import messages as m
+
 ROOT = Path(__file__).parents[2]
 EOS = 2
 CONFIG = {
@@ -97,6 +99,11 @@ def listening_addresses(pid: int) -> set[str]:
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
 
 
+def resident_bytes(pid: int) -> int:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) << 10
+
+
 async def test_serves_and_stops_cleanly(model_directory: Path, scripted_node: Any, tokenizer: Any) -> None:
     """O-02, O-07: loopback only, the key in no log; SIGTERM ends it with status 0."""
     async with running(model_directory, TANDEM_API_KEY="SECRET1") as proxy:
@@ -111,8 +118,7 @@ async def test_serves_and_stops_cleanly(model_directory: Path, scripted_node: An
                 assert (await reply.json())["choices"][0]["message"]["content"] == "Hello"
             async with http.get("/v1/models", headers={"Authorization": "no"}) as reply:
                 assert reply.status == 401
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{proxy.process.pid}/status").read_text().splitlines())
-        assert int(status["VmRSS"].split()[0]) < 250 * 1024
+        assert resident_bytes(proxy.process.pid) < 250 << 20
         proxy.process.send_signal(signal.SIGTERM)
         log = await proxy.rest()
     assert proxy.process.returncode == 0, log
@@ -127,14 +133,14 @@ async def test_sigint_aborts_what_outlives_its_grace(
         endpoint = field(await proxy.read_until("control_listening"), "endpoint")
         url = field(await proxy.read_until("http_listening"), "url")
         node = await scripted_node(endpoint, lambda _: [tokenizer.encode("Hello"), wait])
-        async with aiohttp.ClientSession(url) as http:
-            async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as reply:
-                assert reply.status == 200
-                await reply.content.readline()
-                proxy.process.send_signal(signal.SIGINT)
-                await asyncio.wait_for(proxy.process.wait(), 20)
+        body = {"prompt": "x", "stream": True}
+        async with aiohttp.ClientSession(url) as http, http.post("/v1/completions", json=body) as reply:
+            assert reply.status == 200
+            await reply.content.readline()
+            proxy.process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(proxy.process.wait(), 20)
         assert proxy.process.returncode == 0
-        assert not node.live, "the node was not told"
+        await node.expect(m.Abort)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ async def test_stop_phrase_of_many_tokens(proxy: Any, wait: Any) -> None:
     assert plain["text"] == "a "
     assert plain["finish_reason"] == "stop"
     await node.expect(m.Abort, 2)
-    assert not node.live
+    assert not node.running
 
 
 async def test_usage_only_when_asked(proxy: Any) -> None:
