@@ -190,9 +190,11 @@ class DecodeNode:
         )
 
     def _abort(self, message: m.Abort) -> None:
-        self._log.forget(message.request_id)
         live = self._live.get(self._current.get(message.request_id, ""))
-        if live is not None and live.leg <= message.leg:
+        if live is not None and live.leg > message.leg:
+            return  # meant for an earlier placement
+        self._log.forget(message.request_id)
+        if live is not None:
             self._end(live, abort=True)
 
     def _expire(self, engine_id: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _NUM_TAIL_LINES = 20
 _MAX_LINE_BYTES = 1 << 20
-_KILL_SECONDS = 3.0
+_KILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Child:
         return code
 
     async def stop(self, grace_seconds: float) -> None:
-        """SIGTERM; again after `grace_seconds`, which ends a drain; in the end SIGKILL to its whole group."""
+        """SIGTERM; again after `grace_seconds`, in case it still drains; in the end SIGKILL to its whole group."""
         if self._process is None:
             return
         for seconds in (grace_seconds, _KILL_SECONDS):

@@ -26,6 +26,7 @@ from tandem.config import ServeConfig
 from tandem.supervisor import Supervisor
 
 _CONTROL_PORT: Final = 8100
+_EXIT_SECONDS: Final = 1.0  # beyond its drain, for a process to leave by itself
 _PASSED_ON = set(EngineFlags.model_fields) - {"model", "served_model_name", "num_threads"}
 
 
@@ -62,7 +63,7 @@ async def run(config: ServeConfig, specs: Sequence[ChildSpec], log_dir: Path) ->
         life.cancel()
         stopped.cancel()
         await asyncio.gather(life, stopped, return_exceptions=True)
-        await supervisor.stop(config.drain_seconds)
+        await supervisor.stop(config.drain_seconds + _EXIT_SECONDS)
     return 0
 
 
@@ -70,7 +71,9 @@ def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> lis
     """The command line of every process."""
     names = ["--model", str(model), "--served-model-name", config.public_model_name]
     url = f"http://{_reachable(config.host)}:{port}"
+    grace = str(config.drain_seconds)
     proxy = ["--host", config.host, "--port", str(port), "--control-endpoint", control]
+    proxy += ["--shutdown-grace-seconds", grace]
     logging = ["--log-level", config.log_level]
     specs = [_spec("proxy", "proxy", url, [*names, *proxy, *logging, *config.proxy_args])]
     threads = ["--num-threads", str(config.num_threads or threads_per_node(config.prefill + config.decode))]
@@ -81,7 +84,7 @@ def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> lis
     ):
         for i in range(count):
             node_port = available_port("127.0.0.1", 0)
-            http = ["--host", "127.0.0.1", "--port", str(node_port), "--fetch-port", "0"]
+            http = ["--host", "127.0.0.1", "--port", str(node_port), "--fetch-port", "0", "--drain-seconds", grace]
             name = f"{role}-{i}" if count > 1 else role
             specs.append(_spec(name, role, f"http://127.0.0.1:{node_port}", [*engine, *http, *logging, *extra]))
     return specs
@@ -113,10 +116,11 @@ def ready_message(config: ServeConfig, url: str, control: str) -> str:
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "stream": True,
     }
+    name = f" --served-model-name {config.served_model_name}" if config.served_model_name else ""
     return (
         f"\nReady: {config.public_model_name} at {url}/v1\n\n"
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
-        f"Metrics: {url}/metrics   Another node: tandem decode {config.model} --proxy {control}   Stop: Ctrl-C\n"
+        f"Metrics: {url}/metrics   Another node: tandem decode {config.model}{name} --proxy {control}   Stop: Ctrl-C\n"
     )
 
 

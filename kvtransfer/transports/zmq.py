@@ -1,7 +1,7 @@
 """ZMQ over tcp and ipc: a ROUTER for the server, one DEALER for each connection of a client.
 
-Frames are handed to ZMQ by copy, so that a pool block may be reused as soon as `send` returns. Reconnecting by itself
-is switched off: ZMQ would lose messages without a word, so a lost connection stays lost and the session starts anew.
+Frames are handed to ZMQ by copy, so that a pool block may be reused as soon as `send` returns. ZMQ never gets to
+reconnect by itself: it would lose messages without a word, so a lost connection is lost and the session starts anew.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from kvtransfer.transports.base import Connection, SendStatus, ServerPort, Waita
 _SEND_HIGH_WATER = 64  # messages for one peer, each about 1 MiB at most
 _RECEIVE_HIGH_WATER = 64
 _CLIENT_SEND_HIGH_WATER = 4096  # small frames
+# Long after the owner has closed a lost connection. (-1, never, would also throw away what had come in.)
+_NO_RECONNECT_MS = 3_600_000
 _LOSS_EVENTS: dict[int, str] = {
     zmq.EVENT_CLOSED: "connection refused or closed",
     zmq.EVENT_DISCONNECTED: "connection closed by the peer",
@@ -99,7 +101,7 @@ class ZmqConnection:
         self._socket.setsockopt(zmq.SNDHWM, _CLIENT_SEND_HIGH_WATER)
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_HIGH_WATER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NO_RECONNECT_MS)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(connect_seconds * 1000))
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(connect_seconds * 1000))
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)

@@ -31,10 +31,12 @@ BLOCK_BYTES = TINY_LAYOUT.block_bytes
 
 @pytest.mark.parametrize("endpoints", [("tcp://127.0.0.1:0",), ("ipc://*",), ("tcp://127.0.0.1:0", "ipc://*")])
 def test_a_whole_fetch(make_server: MakeServer, make_receiver: MakeReceiver, endpoints: tuple[str, ...]) -> None:
-    server, source = make_server(ScriptedStore(), endpoints=endpoints)
+    store = ScriptedStore()
+    server, source = make_server(store, endpoints=endpoints)
     receiver = make_receiver()
     fetching = receiver.fetch(source, 100)
     fetching.wait_complete()
+    store.wait_for(lambda: not store.fetches)
     assert fetching.listener.wait_for("hidden") == hidden_rows(fetching.request.tokens)
     assert fetching.listener.names()[0] == "accepted"
     assert receiver.client.stats.fetches == {"complete": 1}

@@ -114,8 +114,8 @@ def test_a_peer_that_does_not_read_fills_up(pair: Pair) -> None:
     connection.send([b"here"])
     peer, _ = receive(pair.port)
     statuses = [pair.port.send(peer, [bytes(1 << 18)]) for _ in range(400)]
-    assert statuses[-1] is SendStatus.FULL
     assert statuses[0] is SendStatus.SENT
+    assert SendStatus.FULL in statuses
 
 
 def test_a_closed_server_shows_after_what_it_had_sent(pair: Pair) -> None:

@@ -197,6 +197,7 @@ async def test_abort_of_an_older_leg_leaves_the_newer_one() -> None:
     assert scene.engine.aborted == ["r#1"]
     scene.output(9, engine_id="r#2")
     assert scene.emitted()[-1].leg == 2
+    assert scene.node.hello(PROXY).live_requests == [m.LiveRequest("r", 2, 1)]
 
 
 async def test_resend_repeats_outputs_from_the_index_on() -> None:
