@@ -55,7 +55,9 @@ async def stream(http: aiohttp.ClientSession, url: str, prompt: Sequence[int], m
     return sample
 
 
-async def run(url: str, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int) -> tuple[list[Sample], float]:
+async def run(
+    url: str, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int
+) -> tuple[list[Sample], float]:
     """All prompts, at most `concurrency` at once: samples and wall seconds."""
     gate = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=300)

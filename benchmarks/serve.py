@@ -56,7 +56,15 @@ class TransformersLoop:
     """`generate` in a process of its own; it waits while the other arm is measured."""
 
     def __init__(self, model_dir: Path, *, num_threads: int, num_in: int, num_out: int) -> None:
-        args = [sys.executable, "-c", _TRANSFORMERS_ARM, str(num_threads), f"{num_in}x{num_out}", str(model_dir), str(ROOT)]
+        args = [
+            sys.executable,
+            "-c",
+            _TRANSFORMERS_ARM,
+            str(num_threads),
+            f"{num_in}x{num_out}",
+            str(model_dir),
+            str(ROOT),
+        ]
         self._process = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tokens_per_second(self, num_requests: int) -> float:
@@ -100,9 +108,11 @@ def handoff_gap_in_steps(service: Service, salt: int) -> tuple[float, float]:
     return gaps[0] * 1e3, gaps[0] / load.median(gaps[1:])
 
 
-def compare(name: str, ours: list[float], theirs: list[float], target: float) -> None:
-    ratio = load.median([a / b for a, b in zip(ours, theirs, strict=True)])
-    print(f"{name}: {load.median(ours):.1f} tok/s, transformers {load.median(theirs):.1f}: {ratio:.2f}x (target {target}x)")
+def compare(name: str, pairs: list[tuple[float, float]], target: float) -> None:
+    """pairs: (ours, transformers') tokens/s, measured one after the other."""
+    ours, theirs = (load.median(side) for side in zip(*pairs, strict=True))
+    ratio = load.median([a / b for a, b in pairs])
+    print(f"{name}: {ours:.1f} tok/s, transformers {theirs:.1f}: {ratio:.2f}x (target {target}x)", flush=True)
 
 
 def main() -> None:
@@ -115,10 +125,10 @@ def main() -> None:
         asyncio.run(load.run(service.url, [load.filler(64, 7)], 4, 1))  # warm
         with transformers_loop(model_dir, num_threads=2, num_in=NUM_IN, num_out=NUM_OUT) as loop:
             pairs = [(service_throughput(service, i), loop.tokens_per_second(4)) for i in range(options.rounds)]
-        compare(f"concurrency {CONCURRENCY}, {NUM_IN} in, {NUM_OUT} out", *map(list, zip(*pairs, strict=True)), 3.0)
+        compare(f"concurrency {CONCURRENCY}, {NUM_IN} in, {NUM_OUT} out", pairs, 3.0)
         with transformers_loop(model_dir, num_threads=1, num_in=SINGLE_IN, num_out=SINGLE_OUT) as loop:
             pairs = [(service_single_stream(service, 70 + i), loop.tokens_per_second(1)) for i in range(options.rounds)]
-        compare(f"one stream, {SINGLE_IN} in, {SINGLE_OUT} out", *map(list, zip(*pairs, strict=True)), 1.0)
+        compare(f"one stream, {SINGLE_IN} in, {SINGLE_OUT} out", pairs, 1.0)
         time.sleep(0.5)
         handoffs = [handoff_gap_in_steps(service, 90 + i) for i in range(2 * options.rounds + 1)]
         gap, steps = (load.median(x) for x in zip(*handoffs, strict=True))

@@ -112,15 +112,16 @@ class SlowLink:
             await server.wait_closed()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target = socket.socket()
+        _make_small(target)
+        target.setblocking(False)
         try:
-            target = socket.socket()
-            _make_small(target)
-            target.setblocking(False)
             await asyncio.get_running_loop().sock_connect(target, self._target)
-            far_reader, far_writer = await asyncio.open_connection(sock=target, limit=_CHUNK_BYTES)
         except OSError:
-            writer.close()
+            target.close()
+            await _close(writer)
             return
+        far_reader, far_writer = await asyncio.open_connection(sock=target, limit=_CHUNK_BYTES)
         pumps = [asyncio.create_task(self._pump(*ends)) for ends in ((reader, far_writer), (far_reader, writer))]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)

@@ -9,9 +9,9 @@ adapter or tenant (`cache_salt`) never match. Nothing is process-random: every n
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
-import sys
 
 from common.kv_layout import KVLayout
 
@@ -41,9 +41,7 @@ def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return hashlib.sha256(parent + token_bytes(token_ids)).digest()[:_HASH_BYTES]
 
 
-def extend_chain(
-    chain: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int
-) -> list[BlockHash]:
+def extend_chain(chain: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """Append to `chain` the hashes of the full blocks of `token_ids` that it does not hold yet; returns it."""
     parent = chain[-1] if chain else root
     for start in range(len(chain) * block_size, len(token_ids) - block_size + 1, block_size):

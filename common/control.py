@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -241,5 +241,6 @@ class ControlClient:
     def _send(self, connection: _Connection, message: m.NodeMessage) -> None:
         frames = m.encode(connection.link.envelope(), message)
         sent = connection.socket.send_multipart(frames, zmq.NOBLOCK)  # done at once: sent, or failed with Again
+        assert isinstance(sent, asyncio.Future)
         if sent.exception() is not None:  # the sequence moved on: the proxy will see the gap and ask for a snapshot
             log.warning("queue to the proxy at %s is full; dropped a %s", connection.endpoint, type(message).__name__)

@@ -8,6 +8,7 @@ It knows no engine and no role; a node gives it a handler.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from typing import Protocol
@@ -67,8 +68,11 @@ async def serve_until_stopped(
 async def _drain(handler: NodeHandler, control: ControlClient, stop: asyncio.Event, grace_seconds: float) -> None:
     handler.drain()
     control.broadcast(handler.status())
-    deadline = asyncio.get_running_loop().time() + grace_seconds
     if handler.num_live_requests:
         log.info("draining: %d requests still run, at most %.0f s", handler.num_live_requests, grace_seconds)
-    while handler.num_live_requests and not stop.is_set() and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(DRAIN_POLL_SECONDS)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_seconds):
+            while handler.num_live_requests:
+                with contextlib.suppress(TimeoutError):  # looks again now and then; a second signal ends the wait
+                    await asyncio.wait_for(stop.wait(), DRAIN_POLL_SECONDS)
+                    return

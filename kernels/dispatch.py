@@ -10,6 +10,7 @@ from typing import Any
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "cpu": {
         "rms_norm": "kernels.reference.rms_norm",
+        "fused_add_rms_norm": "kernels.reference.fused_add_rms_norm",
         "rotary_embedding": "kernels.reference.rotary_embedding",
         "silu_and_mul": "kernels.reference.silu_and_mul",
         "write_kv": "kernels.reference.write_kv",

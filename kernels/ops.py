@@ -13,6 +13,7 @@ from kernels.plan import AttentionPlan
 
 __all__ = [
     "copy_blocks",
+    "fused_add_rms_norm",
     "linear",
     "pack_weight",
     "paged_attention",
@@ -30,42 +31,51 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual [N, D] += x [N, D], in place; returns rms_norm(residual, weight, eps)."""
+    _check(x.shape == residual.shape and x.shape[-1] == weight.shape[0], "fused_add_rms_norm", x, residual, weight)
+    out: torch.Tensor = implementation("fused_add_rms_norm", x.device.type)(x, residual, weight, eps)
+    return out
+
+
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [N, heads, head_dim] rotated by each row's cos and sin [N, rotary_dim / 2]; half-split pairs."""
-    _check(x.shape[0] == cos.shape[0] and 2 * cos.shape[1] <= x.shape[2], "rotary_embedding", x, cos)
+    """x [N, heads, head_dim] rotated by each row's angles; pairs are (i, i + head_dim / 2), as in Hugging Face's Llama.
+
+    cos, sin: [N, head_dim], each angle in both halves, the first half of `sin` negated (`RotaryEmbedding.rows`): the
+    result is x * cos + (x with its halves swapped) * sin.
+    """
+    _check(x.dim() == 3 and cos.shape == sin.shape == (x.shape[0], x.shape[2]), "rotary_embedding", x, cos, sin)
     out: torch.Tensor = implementation("rotary_embedding", x.device.type)(x, cos, sin)
     return out
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x [N, 2 * D] -> silu(x[:, :D]) * x[:, D:]."""
+    _check(x.shape[-1] % 2 == 0, "silu_and_mul", x)
     out: torch.Tensor = implementation("silu_and_mul", x.device.type)(x)
     return out
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, layer: int, blocks: torch.Tensor, offsets: torch.Tensor
-) -> None:
-    """k, v [N, num_kv_heads, head_dim] into slot offsets[i] of block blocks[i] of this layer."""
-    _check(k.shape == v.shape and k.shape[1:] == (pool.shape[3], pool.shape[5]), "write_kv", k, pool)
-    implementation("write_kv", k.device.type)(k, v, pool, layer, blocks, offsets)
+def write_kv(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan) -> None:
+    """k, v [N, num_kv_heads, head_dim] into the slots of this layer that the plan names."""
+    _check(k.shape == v.shape == (plan.num_rows, pool.shape[3], pool.shape[5]), "write_kv", k, v, pool)
+    implementation("write_kv", k.device.type)(k, v, pool, layer, plan)
 
 
-def paged_attention(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
-) -> torch.Tensor:
+def paged_attention(q: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
     """Causal attention of q [N, num_heads, head_dim] over the pool, as the plan says; [N, num_heads, head_dim].
 
     Rows with one query and rows of prompt chunks stand in one call; num_heads is a multiple of num_kv_heads. No slot
-    past a sequence's end influences the result, whatever it holds.
+    past a sequence's end is read. The result may be a buffer that the next call overwrites.
     """
-    _check(q.shape[1] % pool.shape[3] == 0 and q.shape[2] == pool.shape[5], "paged_attention", q, pool)
+    _check(q.shape == plan.query.shape and q.shape[1] % pool.shape[3] == 0, "paged_attention", q, plan.query, pool)
     out: torch.Tensor = implementation("paged_attention", q.device.type)(q, pool, layer, plan, scale)
     return out
 
 
 def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    """Whole blocks, all layers: pool[destinations[i]] = pool[sources[i]]; no block is on both sides."""
+    """Whole blocks, all layers: pool[destinations[i]] = pool[sources[i]]; all are read before any is written."""
+    _check(sources.dim() == 1 and sources.shape == destinations.shape, "copy_blocks", sources, destinations)
     implementation("copy_blocks", pool.device.type)(pool, sources, destinations)
 
 

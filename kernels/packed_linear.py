@@ -1,7 +1,7 @@
 """Matrix products with weights that oneDNN has put into its own order, once, when the model is loaded.
 
-On one core (AVX-512) the packed product reads weights at memory speed from 4 rows on, where torch's own linear reaches half
-of it, and a single row is quickest as one of four. So one copy of each weight serves every number of rows.
+On one core (AVX-512) the packed product reads weights at memory speed from 4 rows on, where torch's own linear reaches
+half of it, and a single row is quickest as one of four. So one copy of each weight serves every number of rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How the rows of one flat batch attend: index tensors built once a step and read by every layer. Knows no model.
+"""How the rows of one flat batch attend: index tensors and views made once a step and used by every layer.
 
 The pool is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`. Seen as a table of rows
-`[num_blocks * num_layers * 2 * num_kv_heads, block_size * head_dim]`, one row is one head of K or V of one layer of
-one block; row numbers of layer 0 are kept here, and layer l is `l * 2 * num_kv_heads` further.
+`[num_blocks * num_layers * 2 * num_kv_heads, block_size * head_dim]`, one row is one head of K or V of one layer of one
+block; row numbers of layer 0 are kept here, and layer l is `l * 2 * num_kv_heads` further. Knows no model.
 """
 
 from __future__ import annotations
@@ -13,128 +13,166 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-MIN_ROWS_TOGETHER = 4
-"""Fewer one-row requests than this are quicker one by one (measured on one core, contexts of 40 to 1,000 tokens)."""
+TILE_ROWS = 32
+"""Rows of one sequence that attend together. Measured on one core: 32 and 64 are alike, fewer and more are slower."""
 
 
-class ScratchMemory:
-    """Flat memory that grows to the largest size asked and is used again for every step."""
+class Scratch:
+    """Flat buffers by name that grow to the largest size asked for and are used again for every step.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(0, dtype=dtype)
+    Fresh memory for each layer would cost more than what is done in it.
+    """
 
-    def __call__(self, num_items: int) -> torch.Tensor:
-        if self._memory.numel() < num_items:
-            self._memory = torch.empty(num_items, dtype=self._memory.dtype)
-        return self._memory
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, num_items: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[num_items], uninitialised; whoever asks for the same name and dtype next gets the same memory."""
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < num_items:
+            buffer = self._buffers[name, dtype] = torch.empty(num_items, dtype=dtype)
+        return buffer[:num_items]
 
 
 @dataclass(frozen=True)
-class PoolShape:
+class AttentionShape:
+    """dtype: of the pool; scores and probabilities are float32 whatever it is."""
+
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     block_size: int
     head_dim: int
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
-class OneSequence:
-    """Rows first_row .. first_row + num_rows of one request; the last of them attends `context` positions.
+class Tile:
+    """Up to TILE_ROWS rows of one sequence against the S positions that the last of them may see.
 
-    kv_rows: pool rows of layer 0 in order (K or V, head, block).
+    query, output: [num_kv_heads, G, head_dim] for one row, [num_kv_heads, G, num_rows, head_dim] for more (G query
+        heads share a KV head), views of the plan's buffers. scores: [num_kv_heads, G * num_rows, S].
+    key: [num_kv_heads, head_dim, S]. value: [num_kv_heads, S, head_dim]. They end at S: no slot past it is read.
+    own: scores of the rows among themselves [num_kv_heads, G, num_rows, num_rows], to which `mask` is added;
+        None for one row, which sees all.
     """
 
-    first_row: int
-    num_rows: int
-    context: int
-    kv_rows: torch.Tensor
+    query: torch.Tensor
+    output: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scores: torch.Tensor
+    own: torch.Tensor | None
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
-class RowsTogether:
-    """One-row requests that are computed in one go over all their blocks.
+class SequencePlan:
+    """kv_rows: rows of the table to gather, in the order (K or V, head, block), into `gathered`.
+    widened: the same in float32, when the pool's dtype is another."""
 
-    rows: [R] their rows in the batch. lengths: [R] how many blocks each has, N in all.
-    segment: [N] for each block, which of the R it belongs to.
-    kv_rows: pool rows of layer 0 in order (K or V, block, head).
-    tail_mask: bool [N, 1, block_size], True at slots past the end of a sequence.
-    last: [R] which of the N blocks is a request's last one.
-    """
-
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    segment: torch.Tensor
     kv_rows: torch.Tensor
-    tail_mask: torch.Tensor
-    last: torch.Tensor
+    gathered: torch.Tensor
+    widened: torch.Tensor | None
+    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """scratch: flat, of the pool's dtype, as large as the largest gather; each layer overwrites it."""
+    """key_rows, value_rows: int64 [N, num_kv_heads], where each row's K and V go, in the table's rows of one slot
+    `[..., head_dim]`. query, output: float32 [N, num_heads, head_dim], used again by every layer and every plan."""
 
-    shape: PoolShape
-    one_by_one: tuple[OneSequence, ...]
-    together: RowsTogether | None
-    scratch: torch.Tensor
+    shape: AttentionShape
+    key_rows: torch.Tensor
+    value_rows: torch.Tensor
+    query: torch.Tensor
+    output: torch.Tensor
+    sequences: tuple[SequencePlan, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.query.shape[0]
 
 
 def make_plan(
-    shape: PoolShape,
+    shape: AttentionShape,
     query_lens: Sequence[int],
     contexts: Sequence[int],
     block_tables: Sequence[Sequence[int]],
-    scratch_memory: ScratchMemory,
+    write_blocks: np.ndarray,
+    write_offsets: np.ndarray,
+    scratch: Scratch,
 ) -> AttentionPlan:
-    """scratch_memory: gives flat memory for so many items, the same again for every plan.
-    query_lens: rows of each request, in batch order. contexts: tokens that its last row attends, itself included.
-    block_tables: at least ceil(context / block_size) block ids of each request."""
-    first_rows = np.concatenate([[0], np.cumsum(query_lens)[:-1]]).astype(np.int64)
-    singles = [i for i, n in enumerate(query_lens) if n == 1]
-    if len(singles) < MIN_ROWS_TOGETHER:
-        singles = []
-    single_set = set(singles)
-    tables = [np.asarray(t[: -(-c // shape.block_size)], np.int64) for t, c in zip(block_tables, contexts, strict=True)]
-    one_by_one = tuple(
-        OneSequence(int(first_rows[i]), query_lens[i], contexts[i], _kv_rows_by_head(shape, tables[i]))
-        for i in range(len(query_lens))
-        if i not in single_set
-    )
-    together = _together(shape, first_rows[singles], [contexts[i] for i in singles], [tables[i] for i in singles])
-    gathered = [len(sequence.kv_rows) for sequence in one_by_one] + ([len(together.kv_rows)] if together else [])
-    scratch = scratch_memory(max(gathered) * shape.block_size * shape.head_dim)
-    return AttentionPlan(shape, one_by_one, together, scratch)
+    """The plan of a step; it is good until the next one is made with the same scratch memory.
+
+    query_lens: rows of each request, in batch order. contexts: positions that its last row attends, its own included.
+    block_tables: at least ceil(context / block_size) block ids of each request.
+    write_blocks, write_offsets: int64 [N], block and slot that each row's K and V are written to.
+    """
+    key_rows, value_rows = _slot_rows(shape, write_blocks, write_offsets)
+    size = (sum(query_lens), shape.num_heads, shape.head_dim)
+    query = scratch.take("query", size[0] * size[1] * size[2]).view(size)
+    output = scratch.take("output", size[0] * size[1] * size[2]).view(size)
+    sequences, first_row = [], 0
+    for num_rows, context, table in zip(query_lens, contexts, block_tables, strict=True):
+        rows = slice(first_row, first_row + num_rows)
+        sequences.append(_plan_sequence(shape, query[rows], output[rows], context, table, scratch))
+        first_row += num_rows
+    return AttentionPlan(shape, key_rows, value_rows, query, output, tuple(sequences))
 
 
-def _first_rows_of(shape: PoolShape, blocks: np.ndarray) -> np.ndarray:
+def _slot_rows(shape: AttentionShape, blocks: np.ndarray, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = np.arange(2 * shape.num_kv_heads)
+    rows = (_first_rows_of(shape, blocks)[:, None] + heads) * shape.block_size + offsets[:, None]
+    found = torch.from_numpy(rows)
+    return found[:, : shape.num_kv_heads], found[:, shape.num_kv_heads :]
+
+
+def _first_rows_of(shape: AttentionShape, blocks: np.ndarray) -> np.ndarray:
     return blocks * (shape.num_layers * 2 * shape.num_kv_heads)
 
 
-def _kv_rows_by_head(shape: PoolShape, blocks: np.ndarray) -> torch.Tensor:
+def _plan_sequence(
+    shape: AttentionShape,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    context: int,
+    block_table: Sequence[int],
+    scratch: Scratch,
+) -> SequencePlan:
+    num_blocks = -(-context // shape.block_size)
+    blocks = np.asarray(block_table[:num_blocks], np.int64)
     heads = np.arange(2 * shape.num_kv_heads)[:, None]
-    return torch.from_numpy((_first_rows_of(shape, blocks)[None, :] + heads).reshape(-1))
+    kv_rows = torch.from_numpy((_first_rows_of(shape, blocks) + heads).reshape(-1))
+    size = (kv_rows.numel(), shape.block_size * shape.head_dim)
+    kv = gathered = scratch.take("gathered", size[0] * size[1], shape.dtype).view(size)
+    widened = None
+    if shape.dtype != torch.float32:
+        kv = widened = scratch.take("widened", size[0] * size[1]).view(size)
+    key, value = kv.view(2, shape.num_kv_heads, -1, shape.head_dim)
+    tiles = []
+    for start in range(0, query.shape[0], TILE_ROWS):
+        rows = slice(start, min(start + TILE_ROWS, query.shape[0]))
+        seen = context - query.shape[0] + rows.stop
+        tiles.append(_make_tile(query[rows], output[rows], key[:, :seen], value[:, :seen], scratch))
+    return SequencePlan(kv_rows, gathered, widened, tuple(tiles))
 
 
-def _kv_rows_by_block(shape: PoolShape, blocks: np.ndarray) -> torch.Tensor:
-    heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, shape.num_kv_heads)
-    return torch.from_numpy((_first_rows_of(shape, blocks)[None, :, None] + heads).reshape(-1))
+def _make_tile(
+    query: torch.Tensor, output: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scratch: Scratch
+) -> Tile:
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads, seen, _ = key.shape
+    scores = scratch.take("scores", num_heads * num_rows * seen).view(num_kv_heads, -1, seen)
+    by_head = (num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if num_rows == 1:
+        query, output = query.view(by_head), output.view(by_head)
+        return Tile(query, output, key.transpose(1, 2), value, scores, None, None)
+    query = query.view(num_rows, *by_head).permute(1, 2, 0, 3)
+    output = output.view(num_rows, *by_head).permute(1, 2, 0, 3)
+    own = scores.view(num_kv_heads, -1, num_rows, seen)[..., seen - num_rows :]
+    return Tile(query, output, key.transpose(1, 2), value, scores, own, _causal_mask(num_rows))
 
 
-def _together(
-    shape: PoolShape, rows: np.ndarray, contexts: list[int], tables: list[np.ndarray]
-) -> RowsTogether | None:
-    if not tables:
-        return None
-    lens = np.array([len(t) for t in tables])
-    last = np.cumsum(lens) - 1
-    num_valid = np.full(int(lens.sum()), shape.block_size)
-    num_valid[last] = np.array(contexts) - (lens - 1) * shape.block_size
-    tail = np.arange(shape.block_size)[None, None, :] >= num_valid[:, None, None]
-    return RowsTogether(
-        rows=torch.from_numpy(rows),
-        lengths=torch.from_numpy(lens),
-        segment=torch.from_numpy(np.repeat(np.arange(len(tables)), lens)),
-        kv_rows=_kv_rows_by_block(shape, np.concatenate(tables)),
-        tail_mask=torch.from_numpy(tail),
-        last=torch.from_numpy(last),
-    )
+def _causal_mask(num_rows: int) -> torch.Tensor:
+    return torch.full((num_rows, num_rows), float("-inf")).triu_(1)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MESSAGES_PER_TURN = 64
 _FRAMES_PER_PEER_AND_TURN = 8  # about 8 MiB: a few milliseconds until a cancel is noticed
-_RETRY_SECONDS = 0.005  # when a peer's queue is full; ZMQ does not say when it no longer is
+_RETRY_MS = 5  # when a peer's queue is full; ZMQ does not say when it no longer is
 _FLUSH_SECONDS = 0.25
 
 _Act = Callable[[float], list[ServerEffect]]
@@ -159,12 +159,11 @@ class FetchServer:
     def _timeout_ms(self) -> int | None:
         if self._must_poll_soon:
             return 0
+        if self._must_retry:  # whatever is due as well, most likely it is a frame that does not get out
+            return _RETRY_MS
         deadlines = [self._session.next_deadline(), self._close_at]
-        now = self._clock.now()
-        if self._must_retry:
-            deadlines.append(now + _RETRY_SECONDS)
         nearest = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        return None if nearest is None else max(0, math.ceil((nearest - now) * 1000))
+        return None if nearest is None else max(0, math.ceil((nearest - self._clock.now()) * 1000))
 
     def _receive(self, index: int, now: float) -> None:
         for _ in range(_MESSAGES_PER_TURN):
@@ -180,8 +179,11 @@ class FetchServer:
         try:
             message = decode_from_client(parts)
         except PeerError as error:
-            logger.warning("a fetch client sent a bad message: %s", error.message[:256])
-            return self._session.receive_invalid(now, peer)
+            num_before = self.stats.dropped_frames["invalid"]
+            effects = self._session.receive_invalid(now, peer)
+            if self.stats.dropped_frames["invalid"] > num_before:  # a peer no longer heard cannot fill the log
+                logger.warning("a fetch client sent a bad message: %s", error.message[:256])
+            return effects
         return self._session.receive(now, peer, message)
 
     def _perform(self, effects: list[ServerEffect]) -> None:

@@ -26,7 +26,7 @@ class EngineSide(Protocol):
 
 
 class EngineStore:
-    """A `BlockStore` over an engine. `open` and `release` come from the fetch server's thread, events from the engine's."""
+    """A `BlockStore` over an engine; `open` and `release` come from the fetch server's thread, events from its own."""
 
     def __init__(self, engine: EngineSide, layout: KVLayout, memory: memoryview, vocab_size: int) -> None:
         self.layout = layout

@@ -22,11 +22,11 @@ class Attention:
     def __call__(
         self, x: torch.Tensor, batch: FlatBatch, pool: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """x [N, hidden_size]; cos and sin [N, rotary_dim / 2] of the rows' positions."""
+        """x [N, hidden_size]; cos and sin [N, head_dim] of the rows' positions (`RotaryEmbedding.rows`)."""
         num_rows, num_rotated = x.shape[0], self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(num_rows, num_rotated + self.num_kv_heads, self.head_dim)
         rotated = ops.rotary_embedding(heads[:, :num_rotated], cos, sin)
         q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-        ops.write_kv(k, heads[:, num_rotated:], pool, self._layer, batch.write_blocks, batch.write_offsets)
-        attended = ops.paged_attention(q.contiguous(), pool, self._layer, batch.plan, self._scale)
+        ops.write_kv(k, heads[:, num_rotated:], pool, self._layer, batch.plan)
+        attended = ops.paged_attention(q, pool, self._layer, batch.plan, self._scale)
         return self.out(attended.view(num_rows, -1))

@@ -13,11 +13,9 @@ from kernels.plan import AttentionPlan
 class FlatBatch:
     """N rows, one for each token of the step.
 
-    token_ids, positions: int64 [N]. write_blocks, write_offsets: int64 [N], where each row's K and V go.
+    token_ids, positions: int64 [N]. plan: where each row's K and V go, and what it attends.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    write_blocks: torch.Tensor
-    write_offsets: torch.Tensor
     plan: AttentionPlan

@@ -1,7 +1,7 @@
 """Rotary position embedding: the tables of cosines and sines for every variant that a config can name.
 
-Sources: RoFormer (arXiv 2104.09864); linear and NTK-dynamic scaling, YaRN (arXiv 2309.00071), llama3 and longrope as the
-models' own configs define them, in Hugging Face's meaning of the keys. An unknown type is an error, not a guess.
+Sources: RoFormer (arXiv 2104.09864); linear and NTK-dynamic scaling, YaRN (arXiv 2309.00071), llama3 and longrope as
+the models' own configs define them, in Hugging Face's meaning of the keys. An unknown type is an error, not a guess.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ class RotaryEmbedding:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
         self.cos = angles.cos() * factor
         self.sin = angles.sin() * factor
+
+    def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of each row's position for `ops.rotary_embedding`, [N, rotary_dim]."""
+        cos = self.cos.index_select(0, positions).to(dtype)
+        sin = self.sin.index_select(0, positions).to(dtype)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def frequencies(rope: RopeConfig, rotary_dim: int, max_position_embeddings: int, num_positions: int) -> Frequencies:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -38,11 +39,23 @@ class LlamaLayer:
         self.down = Linear(inner, [hidden], has_bias=config.mlp_bias, dtype=dtype)
 
     def __call__(
-        self, x: torch.Tensor, batch: FlatBatch, pool: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        batch: FlatBatch,
+        pool: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
     ) -> torch.Tensor:
-        x = x + self.attention(ops.rms_norm(x, self.input_norm.data, self._eps), batch, pool, cos, sin)
-        inner = self.gate_up(ops.rms_norm(x, self.post_norm.data, self._eps))
-        return x + self.down(ops.silu_and_mul(inner))
+        """x: what the layer before adds to the residual, None for the first layer; returns what this one adds.
+        The residual is changed in place."""
+        if x is None:
+            normed = ops.rms_norm(residual, self.input_norm.data, self._eps)
+        else:
+            normed = ops.fused_add_rms_norm(x, residual, self.input_norm.data, self._eps)
+        attended = self.attention(normed, batch, pool, cos, sin)
+        normed = ops.fused_add_rms_norm(attended, residual, self.post_norm.data, self._eps)
+        return self.down(ops.silu_and_mul(self.gate_up(normed)))
 
     def loaders(self) -> dict[str, Load]:
         attention = self.attention
@@ -54,9 +67,9 @@ class LlamaLayer:
         parts += [("self_attn.v_proj", attention.qkv, 2), ("self_attn.o_proj", attention.out, 0)]
         parts += [("mlp.gate_proj", self.gate_up, 0), ("mlp.up_proj", self.gate_up, 1), ("mlp.down_proj", self.down, 0)]
         for name, linear, part in parts:
-            found[f"{name}.weight"] = lambda t, linear=linear, part=part: linear.load_weight(t, part)
+            found[f"{name}.weight"] = partial(linear.load_weight, part=part)
             if linear.bias is not None:
-                found[f"{name}.bias"] = lambda t, linear=linear, part=part: linear.load_bias(t, part)
+                found[f"{name}.bias"] = partial(linear.load_bias, part=part)
         return found
 
     def linears(self) -> list[Linear]:
@@ -69,7 +82,9 @@ class LlamaLayer:
 class Llama:
     """has_head: False for a prefill node, which returns hidden states and never logits."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, has_head: bool, max_positions: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, has_head: bool, max_positions: int | None = None
+    ) -> None:
         if config.hidden_act != "silu":
             raise CheckpointError(f"hidden_act is {config.hidden_act!r}, Llama here supports 'silu'")
         self.config = config
@@ -107,7 +122,9 @@ class Llama:
             self.head.load_weight(self.embedding.data)
         unfilled = [name for name, parameter in self._parameters() if not parameter.is_filled]
         if not unfilled:
-            for linear in [linear for layer in self.layers for linear in layer.linears()] + ([self.head] if self.head else []):
+            for linear in [linear for layer in self.layers for linear in layer.linears()] + (
+                [self.head] if self.head else []
+            ):
                 linear.pack()
         return unfilled
 
@@ -127,14 +144,15 @@ class Llama:
 
     def forward(self, batch: FlatBatch, pool: torch.Tensor, between_layers: BetweenLayers) -> torch.Tensor | None:
         """Hidden states after the last norm, [N, hidden_size]; None when `between_layers` said to leave."""
-        x = self.embedding.data.index_select(0, batch.token_ids)
-        cos = self._rotary.cos.index_select(0, batch.positions).to(self._dtype)
-        sin = self._rotary.sin.index_select(0, batch.positions).to(self._dtype)
+        residual = self.embedding.data.index_select(0, batch.token_ids)
+        cos, sin = self._rotary.rows(batch.positions, self._dtype)
+        x = None
         for number, layer in enumerate(self.layers):
             if not between_layers(number):
                 return None
-            x = layer(x, batch, pool, cos, sin)
-        return ops.rms_norm(x, self.norm.data, self.config.rms_norm_eps)
+            x = layer(x, residual, batch, pool, cos, sin)
+        assert x is not None, "a model without layers"
+        return ops.fused_add_rms_norm(x, residual, self.norm.data, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [N, vocab_size]."""

@@ -9,14 +9,12 @@ import torch
 
 from common.layers.batch import FlatBatch
 from common.scheduling.output import ScheduledRequest
-from kernels.plan import PoolShape, ScratchMemory, make_plan
+from kernels.plan import AttentionShape, Scratch, make_plan
 
 NULL_BLOCK = 0
 
 
-def make_flat_batch(
-    scheduled: Sequence[ScheduledRequest], shape: PoolShape, scratch_memory: ScratchMemory
-) -> FlatBatch:
+def make_flat_batch(scheduled: Sequence[ScheduledRequest], shape: AttentionShape, scratch: Scratch) -> FlatBatch:
     num_rows = sum(rows.num_tokens for rows in scheduled)
     token_ids, positions = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
     blocks = np.empty(num_rows, np.int64)
@@ -35,13 +33,13 @@ def make_flat_batch(
     return FlatBatch(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
-        write_blocks=torch.from_numpy(blocks),
-        write_offsets=torch.from_numpy(positions % shape.block_size),
         plan=make_plan(
             shape,
             [rows.num_tokens for rows in scheduled],
             [rows.start + rows.num_tokens for rows in scheduled],
             [rows.block_table for rows in scheduled],
-            scratch_memory,
+            blocks,
+            positions % shape.block_size,
+            scratch,
         ),
     )

@@ -23,7 +23,7 @@ class KVCache:
         self._bytes = np.zeros(num_blocks * layout.block_bytes, np.uint8)  # lazily backed: pages come with first use
         flat = torch.from_numpy(self._bytes).view(TORCH_DTYPES[layout.dtype])
         self.pool = flat.view(num_blocks, *layout.block_shape())
-        self.memory = memoryview(self._bytes).cast("B")
+        self.memory = self._bytes.data.cast("B")
         self.readonly_memory = self.memory.toreadonly()
 
     def copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:

@@ -19,7 +19,7 @@ from common.runner.input_batch import make_flat_batch
 from common.runner.kv_cache import KVCache
 from common.runner.sampler import Sampler, SamplingRow
 from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
-from kernels.plan import PoolShape, ScratchMemory
+from kernels.plan import AttentionShape, Scratch
 
 
 class ModelRunner:
@@ -30,8 +30,15 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._sampler = sampler
-        self._shape = PoolShape(layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self._scratch = ScratchMemory(kv_cache.pool.dtype)
+        self._shape = AttentionShape(
+            num_layers=layout.num_layers,
+            num_heads=model.config.num_heads,
+            num_kv_heads=layout.num_kv_heads,
+            block_size=layout.block_size,
+            head_dim=layout.head_dim,
+            dtype=kv_cache.pool.dtype,
+        )
+        self._scratch = Scratch()
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput, inbox: Inbox, should_cancel: CancelCheck) -> StepResult:

@@ -1,4 +1,4 @@
-"""Draws the next token of each row from its logits. Stateless: a row's result depends on its logits and parameters only.
+"""Draws the next token of each row from its logits. Stateless: a row depends on its own logits and parameters.
 
     greedy rows   the highest logit
     other rows    (logits - max) / temperature, in float32 -> top_k -> top_p -> min_p -> one uniform number, inverted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,11 @@ def build(*flags: str) -> EngineParts:
 
 
 @pytest.fixture
-def generator() -> Iterator[Callable[..., Generator]]:
+def generator() -> Callable[..., Generator]:
     """Makes a generator over a new engine with these flags."""
 
     def make(*flags: str) -> Generator:
         parts = build(*flags)
         return Generator(parts.engine, parts.model_config.eos_token_ids)
 
-    yield make
+    return make

@@ -14,7 +14,7 @@ def wait_for() -> Callable[[Callable[[], object]], Awaitable[None]]:
 
     async def wait(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(10):
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
     return wait

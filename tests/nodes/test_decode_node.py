@@ -172,7 +172,10 @@ async def test_full_or_draining_node_rejects_for_another_to_take() -> None:
     scene.node.received(PROXY, m.Drain())
     scene.decode(request_id="c")
     rejections = [message for message in scene.sent if isinstance(message, m.Rejected)]
-    assert [(r.request_id, r.code, r.is_retryable) for r in rejections] == [("b", "full", True), ("c", "draining", True)]
+    assert [(r.request_id, r.code, r.is_retryable) for r in rejections] == [
+        ("b", "full", True),
+        ("c", "draining", True),
+    ]
     assert scene.node.status().is_draining
 
 
