@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common.logging import log_event
 from common.messages import Source
 from common.request import Request
 from kvtransfer.store import FetchHandle, FetchListener, FetchRequest, HiddenMode
@@ -128,6 +129,7 @@ class Admission:
     def fetch_hidden(self, number: int, rows: bytes) -> None:
         if number != self._fetch_number or self._is_over or self._has_output:
             return
+        self._note("hidden_arrived")
         row = np.frombuffer(rows, np.float32)
         if self._block_ids is None:
             self._held_row = row
@@ -138,6 +140,7 @@ class Admission:
         if number != self._fetch_number:
             return
         self._fetch = None
+        self._note("fetch_ended", complete_blocks=num_complete_blocks, error=error)
         if self._is_over:
             self._engine.release_reservation(self.request.request_id)
         elif self._is_revoked:
@@ -156,7 +159,10 @@ class Admission:
         if self._sources:
             self.num_failed_fetches += 1
             source = self._sources.pop(0)
-            log.warning("request %s: fetch from %s failed: %s", self.request.request_id, source.instance_id, error)
+            request_id = self.request.request_id
+            log_event(
+                log, "fetch_failed", level=logging.WARNING, request_id=request_id, node=source.instance_id, error=error
+            )
         if self._sources:
             self._open()
         elif self._block_ids is not None:
@@ -190,6 +196,7 @@ class Admission:
         first = self._num_complete_blocks
         last = -(-len(self._tokens) // self._block_size)
         self._fetch.grant(first, self._block_ids[first:last])
+        self._note("fetch_granted", first_block=first, blocks=last - first)
 
     def _submit(self, row: np.ndarray) -> None:
         self._held_row = None
@@ -210,6 +217,9 @@ class Admission:
             self._open()
         else:
             self._engine.cancel_remote(self.request.request_id)
+
+    def _note(self, event: str, **fields: object) -> None:
+        log_event(log, event, level=logging.DEBUG, request_id=self.request.request_id, **fields)
 
     def _num_full_tokens(self) -> int:
         return len(self._tokens) // self._block_size * self._block_size

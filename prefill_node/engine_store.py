@@ -6,6 +6,7 @@ sequences, not requests; no sampler, no vocabulary.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,8 +14,11 @@ from typing import Protocol
 from common.engine.events import BlocksFilledEvent, ComputedEvent, ComputeStartedEvent, Event, FailedEvent, HiddenEvent
 from common.errors import TandemError
 from common.kv_layout import KVLayout
+from common.logging import log_event
 from common.request import Request
 from kvtransfer.store import FetchKey, FetchRequest, StoreEvents
+
+log = logging.getLogger(__name__)
 
 
 class EngineSide(Protocol):
@@ -76,6 +80,14 @@ class EngineStore:
                 sink = self._open.get(event.request_id)
             if sink is not None:
                 _forward(event, sink)
+                if isinstance(event, BlocksFilledEvent):
+                    log_event(
+                        log,
+                        "chunk_computed",
+                        level=logging.DEBUG,
+                        request_id=event.request_id,
+                        tokens=event.num_computed_tokens,
+                    )
 
     def _refusal(self, request: FetchRequest) -> tuple[str, str] | None:
         if self.is_draining:

@@ -7,6 +7,7 @@ import logging
 
 from common import messages as m
 from common.checkpoints.resolve import resolve_model
+from common.config import check_endpoints
 from common.control import ControlClient
 from common.engine.async_engine import AsyncEngine
 from common.engine.build import build_engine
@@ -45,6 +46,8 @@ async def run(flags: PrefillConfig) -> None:
         hold_seconds=flags.hold_seconds,
     )
     endpoints = server.start()
+    if flags.fetch_advertise is not None:
+        endpoints = list(check_endpoints((flags.fetch_advertise,)))
     engine.start()
     try:
         log.info("prefill node %s serves fetches at %s", instance_id, ", ".join(endpoints))

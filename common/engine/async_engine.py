@@ -3,7 +3,7 @@ through one callback.
 
     any thread:     add abort release adopt add_hidden cancel_remote release_reservation reset_prefix_cache
                       |  a queue, applied in order between two steps
-    engine thread:  commands -> schedule -> on_events -> execute, update -> on_events -> ...
+    engine thread:  hidden rows, commands -> schedule -> on_events -> execute, update -> on_events -> ...
                       |  nothing to do: check the books once, sleep until a command or a hidden row comes
 """
 
@@ -22,6 +22,7 @@ from common.engine.events import Event, FailedEvent
 from common.errors import TandemError, UnavailableError
 from common.messages import NodeStats
 from common.request import Request
+from common.scheduling.output import SchedulerOutput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,10 +162,19 @@ class AsyncEngine:
     def _apply_commands(self) -> None:
         while self._commands:
             command = self._commands.popleft()
+            self._sample_arrived()
             try:
                 command()
             except TandemError as error:
                 log.warning("a command was refused: %s", error)
+        self._sample_arrived()
+
+    def _sample_arrived(self) -> None:
+        """Hidden rows that are here give their outputs at once: a head alone is much shorter than a step. Looked at
+        before every command, because an `adopt` that follows its row would have the last token computed again."""
+        if self._engine.inbox:
+            self._is_checked = False
+            self._deliver(self._engine.execute(SchedulerOutput()))
 
     def _add(self, request: Request) -> None:
         try:

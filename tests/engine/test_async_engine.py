@@ -119,6 +119,19 @@ def test_a_hidden_row_wakes_an_idle_engine_and_waits_for_its_add(make_async_engi
     assert recorder.tokens("r1") == [55, 101, 102]
 
 
+def test_a_hidden_row_that_comes_together_with_adopt_is_not_computed_again(
+    make_async_engine, make_request, recorder, runner
+):
+    engine = make_async_engine()
+    engine.add(make_request(20, wants_remote_kv=True))
+    recorder.wait_for(lambda: recorder.of(ReservedEvent))
+    engine._engine.add_hidden("r0", row(55))  # without waking the thread: the next command finds both
+    engine.adopt("r0", 20)
+    recorder.wait_for_end("r0")
+    assert recorder.tokens("r0") == [55, 101, 102]
+    assert [batch.num_scheduled_tokens for batch in runner.batches if batch.scheduled] == [1, 1]
+
+
 def test_a_reset_of_the_prefix_cache(make_async_engine, make_request, recorder):
     engine = make_async_engine()
     for number in range(3):
