@@ -1,0 +1,87 @@
+"""Our Llama against transformers': whole prompts, chunks, mixed batches, and what configs can vary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from common.request import Request
+from common.runner.input_batch import make_flat_batch
+from common.scheduling.output import ScheduledRequest
+from kernels.plan import Scratch
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "as_many_kv_heads": {"num_key_value_heads": 6},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "wide_heads": {"head_dim": 16},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+}
+
+
+def tokens(count: int, salt: int = 0) -> list[int]:
+    return [(i * 37 + salt * 11 + 5) % 128 for i in range(count)]
+
+
+def right_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.as_tensor(model(torch.tensor([token_ids])).logits[0])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_of_a_whole_prompt(tiny: Callable[..., Any], name: str) -> None:
+    reference, ours = tiny(**VARIANTS[name])
+    prompt = tokens(50)
+    torch.testing.assert_close(
+        ours.logits([("a", prompt, 0, 50)]), right_logits(reference, prompt), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("chunk", [1, 7, 8, 16])
+def test_logits_in_chunks(tiny: Callable[..., Any], block_size: int, chunk: int) -> None:
+    reference, ours = tiny(block_size=block_size)
+    prompt = tokens(45)
+    got = [ours.logits([("a", prompt, at, min(chunk, 45 - at))]) for at in range(0, 45, chunk)]
+    torch.testing.assert_close(torch.cat(got), right_logits(reference, prompt), rtol=1e-3, atol=1e-3)
+
+
+def test_logits_in_a_mixed_batch_of_single_rows_and_chunks(tiny: Callable[..., Any]) -> None:
+    reference, ours = tiny()
+    prompts = {f"r{i}": tokens(20 + 3 * i, i) for i in range(7)}
+    for name, prompt in prompts.items():
+        ours.logits([(name, prompt, 0, len(prompt) - (1 if name != "r6" else 9))])
+    parts = [(name, p, len(p) - (1 if name != "r6" else 9), 1 if name != "r6" else 9) for name, p in prompts.items()]
+    got = ours.logits(parts)
+    right = torch.cat([right_logits(reference, p)[start:] for _, p, start, _ in parts])
+    torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
+
+
+def test_forward_is_left_between_two_layers(tiny: Callable[..., Any]) -> None:
+    _, ours = tiny()
+    asked = []
+
+    def between(layer: int) -> bool:
+        asked.append(layer)
+        return layer < 1
+
+    rows = ScheduledRequest(Request("a", tokens(5)), 0, 5, [1], is_last_chunk=True)
+    batch = make_flat_batch([rows], ours.shape, Scratch())
+    assert ours.model.forward(batch, ours.cache.pool, between) is None
+    assert asked == [0, 1]
