@@ -100,8 +100,10 @@ def weight_files(directory: Path) -> list[Path]:
     else:
         paths = sorted(directory.glob("*.safetensors"))
     for path in paths:
-        if not path.is_file() or path.parent != directory:
-            raise CheckpointError(f"{path} is named by {index} and is not a file of {directory}")
+        if path.parent != directory:  # an index must not reach outside the model
+            raise CheckpointError(f"{index} names {path}, which is not in {directory}")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, {index} names it")
     if not paths:
         raise CheckpointError(f"{directory} holds no safetensors file")
     return paths

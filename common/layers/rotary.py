@@ -2,6 +2,8 @@
 
 Sources: RoFormer (arXiv 2104.09864); linear and NTK-dynamic scaling, YaRN (arXiv 2309.00071), llama3 and longrope as
 the models' own configs define them, in Hugging Face's meaning of the keys. An unknown type is an error, not a guess.
+Where a variant depends on the length (dynamic, longrope), it is the longest length served, not that of the moment: the
+KV of a prefix must not depend on what follows it.
 """
 
 from __future__ import annotations
@@ -16,35 +18,34 @@ from common.errors import CheckpointError
 from common.model_config import ModelConfig, RopeConfig
 
 Frequencies = tuple[torch.Tensor, float]
-"""Inverse frequencies [rotary_dim / 2] and the factor that cos and sin are multiplied by."""
+"""Inverse frequencies [head_dim / 2] and the factor that cos and sin are multiplied by."""
 
 
 class RotaryEmbedding:
-    """cos and sin for positions 0 .. max_positions - 1, float32 [max_positions, rotary_dim / 2]."""
+    """cos and sin for positions 0 .. max_positions - 1, float32 [max_positions, head_dim / 2]."""
 
     def __init__(self, config: ModelConfig, max_positions: int | None = None) -> None:
         rope = config.rope
-        rotary_dim = int(config.head_dim * rope.parameters.get("partial_rotary_factor", 1.0))
         num_positions = max_positions or config.max_position_embeddings
-        inverse, factor = frequencies(rope, rotary_dim, config.max_position_embeddings, num_positions)
+        inverse, factor = frequencies(rope, config.head_dim, config.max_position_embeddings, num_positions)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
         self.cos = angles.cos() * factor
         self.sin = angles.sin() * factor
 
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of each row's position for `ops.rotary_embedding`, [N, rotary_dim]."""
+        """cos and sin of each row's position for `ops.rotary_embedding`, [N, head_dim]."""
         cos = self.cos.index_select(0, positions).to(dtype)
         sin = self.sin.index_select(0, positions).to(dtype)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def frequencies(rope: RopeConfig, rotary_dim: int, max_position_embeddings: int, num_positions: int) -> Frequencies:
+def frequencies(rope: RopeConfig, dim: int, max_position_embeddings: int, num_positions: int) -> Frequencies:
     """num_positions decides what depends on the length served (dynamic, longrope). Raises CheckpointError."""
     compute = _VARIANTS.get(rope.type)
     if compute is None:
         raise CheckpointError(f"rope type {rope.type!r} is not supported, there are {sorted(_VARIANTS)}")
     try:
-        return compute(rope.theta, rope.parameters, rotary_dim, max_position_embeddings, num_positions)
+        return compute(rope.theta, rope.parameters, dim, max_position_embeddings, num_positions)
     except KeyError as error:
         raise CheckpointError(f"rope type {rope.type!r} needs {error.args[0]!r} in the model's config") from None
 
@@ -79,8 +80,8 @@ def _llama3(theta: float, p: Mapping[str, Any], dim: int, _max: int, _n: int) ->
 
 
 def _yarn(theta: float, p: Mapping[str, Any], dim: int, max_length: int, _n: int) -> Frequencies:
-    original = p.get("original_max_position_embeddings") or max_length
-    factor = p["factor"]
+    original = p["original_max_position_embeddings"]
+    factor = p.get("factor") or max_length / original
 
     def correction_dim(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -107,13 +108,15 @@ def _yarn_factor(p: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope(theta: float, p: Mapping[str, Any], dim: int, max_length: int, num_positions: int) -> Frequencies:
-    original = p.get("original_max_position_embeddings") or max_length
-    factor = max_length / original if p.get("original_max_position_embeddings") else p.get("factor", 1.0)
-    extended = p["long_factor"] if num_positions > original else p["short_factor"]
+    original = p["original_max_position_embeddings"]
+    factor = p.get("factor") or max_length / original
+    name = "long_factor" if num_positions > original else "short_factor"
+    if len(p[name]) != dim // 2:
+        raise CheckpointError(f"rope type 'longrope': {name} has {len(p[name])} numbers, must have {dim // 2}")
     attention = p.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return _inverse(theta, dim) / torch.tensor(extended, dtype=torch.float32), float(attention)
+    return _inverse(theta, dim) / torch.tensor(p[name], dtype=torch.float32), float(attention)
 
 
 _VARIANTS: dict[str, Callable[[float, Mapping[str, Any], int, int, int], Frequencies]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.errors import CheckpointError
-from common.model_config import INDEX_FILE, ModelConfig
+from common.model_config import ModelConfig, weight_files
 from common.models.llama import Llama
 from common.models.registry import model_class
 
@@ -20,8 +19,12 @@ def load_model(
 ) -> Llama:
     """Raises CheckpointError naming the file and the tensor at fault."""
     model = model_class(config.architecture)(config, dtype=dtype, has_head=has_head, max_positions=max_positions)
+    seen: set[str] = set()
     for file in weight_files(directory):
         for name, tensor in tensors(file):
+            if name in seen:
+                raise CheckpointError(f"{file}: tensor {name!r} is in two files")
+            seen.add(name)
             load = model.loader(name)
             if load is None:
                 continue
@@ -32,19 +35,6 @@ def load_model(
     if unfilled := model.finish_loading():
         raise CheckpointError(f"{directory}: no weights for {', '.join(unfilled[:5])} ({len(unfilled)} in all)")
     return model
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The one file, or the shards that the index names. Raises CheckpointError when one is missing."""
-    index = directory / INDEX_FILE
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        if not (directory / name).is_file():
-            raise CheckpointError(f"{directory / name} is missing")
-    return [directory / name for name in names]
 
 
 def tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

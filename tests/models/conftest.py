@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from common.kv_layout import KVDType
 from common.model_config import load_model_config
 from common.models.llama import Llama
 from common.models.loader import load_model
 from common.request import Request
 from common.runner.factory import make_layout
 from common.runner.input_batch import make_flat_batch
-from common.runner.kv_cache import KVCache
+from common.runner.kv_cache import TORCH_DTYPES, KVCache
 from common.scheduling.output import ScheduledRequest
 from kernels.plan import AttentionShape, Scratch
 
@@ -45,15 +46,21 @@ def make_tiny(directory: Path, **changes: Any) -> LlamaForCausalLM:
 class Paged:
     """Our model over a paged pool with shuffled blocks."""
 
-    def __init__(self, directory: Path, *, block_size: int = 8) -> None:
+    def __init__(self, directory: Path, *, block_size: int = 8, dtype: KVDType = "float32") -> None:
         config = load_model_config(directory)
-        self.model: Llama = load_model(directory, config, dtype=torch.float32, has_head=True)
-        self.layout = make_layout(config, block_size, "float32")  # type: ignore[arg-type]
+        self.model: Llama = load_model(directory, config, dtype=TORCH_DTYPES[dtype], has_head=True)
+        self.layout = make_layout(config, block_size, dtype)
         self.cache = KVCache(self.layout, 200)
         layout = self.layout
         self.shape = AttentionShape(
-            layout.num_layers, config.num_heads, layout.num_kv_heads, layout.block_size, layout.head_dim
+            layout.num_layers,
+            config.num_heads,
+            layout.num_kv_heads,
+            layout.block_size,
+            layout.head_dim,
+            TORCH_DTYPES[dtype],
         )
+        self._scratch = Scratch()
         self._free = torch.randperm(199).add(1).tolist()
         self._tables: dict[str, list[int]] = {}
 
@@ -66,7 +73,7 @@ class Paged:
             while len(table) * self.layout.block_size < start + count:
                 table.append(self._free.pop())
             scheduled.append(ScheduledRequest(Request(name, tokens), start, count, table, is_last_chunk=True))
-        batch = make_flat_batch(scheduled, self.shape, Scratch())
+        batch = make_flat_batch(scheduled, self.shape, self._scratch)
         hidden = self.model.forward(batch, self.cache.pool, lambda _layer: True)
         assert hidden is not None
         return self.model.logits(hidden)
@@ -76,8 +83,8 @@ class Paged:
 def tiny(tmp_path: Path) -> Callable[..., tuple[LlamaForCausalLM, Paged]]:
     """Makes a checkpoint with these changes: transformers' model and ours."""
 
-    def make(block_size: int = 8, **changes: Any) -> tuple[LlamaForCausalLM, Paged]:
-        return make_tiny(tmp_path, **changes), Paged(tmp_path, block_size=block_size)
+    def make(block_size: int = 8, dtype: KVDType = "float32", **changes: Any) -> tuple[LlamaForCausalLM, Paged]:
+        return make_tiny(tmp_path, **changes), Paged(tmp_path, block_size=block_size, dtype=dtype)
 
     return make
 

@@ -85,3 +85,43 @@ def test_forward_is_left_between_two_layers(tiny: Callable[..., Any]) -> None:
     batch = make_flat_batch([rows], ours.shape, Scratch())
     assert ours.model.forward(batch, ours.cache.pool, between) is None
     assert asked == [0, 1]
+
+
+def test_greedy_output_is_that_of_generate(tiny: Callable[..., Any]) -> None:
+    reference, ours = tiny()
+    prompt = tokens(30)
+    with torch.inference_mode():
+        right = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0
+        )[0, 30:].tolist()
+    text, computed = list(prompt), 0
+    while len(text) < 70:
+        logits = ours.logits([("a", text, computed, len(text) - computed)])[-1].clone()
+        logits[1] = float("-inf")  # what min_new_tokens does to the end token
+        computed = len(text)
+        text.append(int(logits.argmax()))
+    assert text[30:] == right
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 500000.0},
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 256},
+    ],
+)
+def test_far_positions(tiny: Callable[..., Any], rope: dict[str, Any]) -> None:
+    """Report L-07: with a wrong theta short prompts look right and long ones do not."""
+    reference, ours = tiny(block_size=32, max_position_embeddings=2048, rope_parameters=rope)
+    prompt = tokens(1502)
+    got = torch.cat([ours.logits([("a", prompt, at, min(500, 1502 - at))]) for at in range(0, 1502, 500)])
+    torch.testing.assert_close(got[1490:], right_logits(reference, prompt)[1490:], rtol=1e-3, atol=2e-3)
+
+
+def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tiny: Callable[..., Any]) -> None:
+    reference, ours = tiny(dtype="bfloat16")
+    prompt = tokens(40)
+    right = right_logits(reference, prompt)
+    its_error = (right_logits(reference.to(torch.bfloat16), prompt).float() - right).abs().mean()
+    our_error = (ours.logits([("a", prompt, 0, 40)]) - right).abs().mean()
+    assert our_error < 1.5 * its_error

@@ -1,0 +1,179 @@
+"""The sampler: filters against a plain reference, distributions by chi-square, seeds independent of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.runner import sampler as sampler_module
+from common.runner.random_numbers import uniform
+from common.runner.sampler import Sampler, SamplingRow
+from common.sampling_params import SamplingParams
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.integers(-1, 12),
+    top_p=st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+# A few levels, so that many tokens tie; differences are exact in float32.
+tied_logits = st.lists(st.sampled_from([-3.0, 0.0, 0.5, 1.0, 2.0]), min_size=13, max_size=40)
+
+
+def plain_draw(logits: list[float], row: SamplingRow) -> int:
+    """As the parameters' definitions say, one token after the other, in Python's floats."""
+    p = row.params
+    if p.temperature == 0.0 or p.top_k == 1:
+        return max(range(len(logits)), key=lambda i: logits[i])
+    mass = [math.exp((x - max(logits)) / p.temperature) for x in logits]
+    order = list(range(len(logits)))
+    if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0:
+        order.sort(key=lambda i: -mass[i])  # stable: equal ones by id
+    if p.top_k > 0:
+        order = order[: p.top_k]
+    if p.top_p < 1.0:
+        wanted, kept = p.top_p * sum(mass[i] for i in order), []
+        for i in order:
+            if kept and sum(mass[j] for j in kept) >= wanted:
+                break
+            kept.append(i)
+        order = kept
+    order = [i for i in order if mass[i] >= p.min_p]
+    target = uniform(p.seed or 0, row.choice, row.output_index) * sum(mass[i] for i in order)
+    for i in order:
+        target -= mass[i]
+        if target < 0:
+            return i
+    return order[-1]
+
+
+def draw(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    return [token.token_id for token in Sampler()(logits, rows)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(tied_logits, params, st.integers(0, 100))
+def test_draws_what_the_definitions_say(logits: list[float], p: SamplingParams, index: int) -> None:
+    row = SamplingRow(p, index)
+    assert draw(torch.tensor([logits]), [row]) == [plain_draw(logits, row)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.lists(params, min_size=2, max_size=8), st.booleans())
+def test_a_row_does_not_depend_on_the_others(seed: int, rows: list[SamplingParams], has_ties: bool) -> None:
+    logits = torch.randn(len(rows), 700, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = logits.round() if has_ties else logits
+    sampling = [SamplingRow(p, i) for i, p in enumerate(rows)]
+    assert draw(logits, sampling) == [draw(logits[i : i + 1], sampling[i : i + 1])[0] for i in range(len(rows))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.lists(params, min_size=1, max_size=5), st.booleans())
+def test_how_many_tokens_are_ranked_does_not_change_the_draw(
+    seed: int, rows: list[SamplingParams], has_ties: bool
+) -> None:
+    logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(seed)) * 2
+    logits = logits.round() if has_ties else logits
+    sampling = [SamplingRow(p, i) for i, p in enumerate(rows)]
+    found = []
+    for widths in ((), (4, 32), (256,)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampler_module, "_RANKED_WIDTHS", widths)
+            found.append(draw(logits, sampling))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"top_k": 3}, [0, 1, 2]),
+        ({"top_p": 0.8}, [0, 1, 2]),
+        ({"min_p": 0.2}, [0, 1, 2]),
+        ({"temperature": 0.5}, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_draws_follow_the_distribution(filters: dict[str, float], kept: list[int]) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
+    count = 20_000
+    settings_ = SamplingParams(seed=3, **filters)  # type: ignore[arg-type]
+    rows = [SamplingRow(settings_, i) for i in range(count)]
+    found = Counter(draw(logits.expand(count, -1).clone(), rows))
+    assert sorted(found) == kept
+    expected = (logits[kept] / settings_.temperature).softmax(-1) * count
+    chi_square = sum((found[i] - float(e)) ** 2 / float(e) for i, e in zip(kept, expected, strict=True))
+    assert chi_square < 20.5  # p = 0.001 with 5 degrees of freedom
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 0.01])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_tiny_temperature_is_greedy(temperature: float, dtype: torch.dtype) -> None:
+    """Report M-04: scaled in half precision, such logits overflowed to infinity."""
+    logits = (torch.randn(4, 1000, generator=torch.Generator().manual_seed(1)) * 8).to(dtype)
+    logits[:, 17] = logits.amax(-1) + 1
+    rows = [SamplingRow(SamplingParams(temperature=temperature, seed=i), i) for i in range(4)]
+    assert draw(logits.float(), rows) == [17] * 4
+
+
+def test_a_temperature_that_float32_rounds_to_zero_is_greedy() -> None:
+    rows = [SamplingRow(SamplingParams(temperature=1e-300, seed=i), i) for i in range(5)]
+    assert draw(torch.tensor([[0.0, 3.0, 2.0, -1.0]]).expand(5, -1).clone(), rows) == [1] * 5
+
+
+def test_ids_out_of_range_in_the_parameters_touch_no_logits() -> None:
+    """Report M-11: such ids were used as indices into the batch's logits."""
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(4))
+    before = logits.clone()
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.0, stop_token_ids=(10**9, 2**32 - 1)), 0),
+        SamplingRow(SamplingParams(temperature=0.0), 0),
+    ]
+    assert draw(logits, rows) == before.argmax(-1).tolist()
+    assert torch.equal(logits, before)
+
+
+def test_logprobs_are_of_the_raw_logits_whatever_the_row_samples_with() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(4))
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.0, logprobs=2), 0),
+        SamplingRow(SamplingParams(temperature=5.0, seed=9, top_k=3, logprobs=0), 0),
+        SamplingRow(SamplingParams(temperature=1.0, seed=9), 0),
+    ]
+    first, second, third = Sampler()(logits, rows)
+    raw = logits.log_softmax(-1)
+    assert first.token_id == int(logits[0].argmax())
+    assert first.logprobs is not None
+    assert first.logprobs.top_token_ids == logits[0].topk(2).indices.tolist()
+    assert first.logprobs.top_logprobs == pytest.approx(raw[0].topk(2).values.tolist())
+    assert first.logprobs.logprob == pytest.approx(float(raw[0, first.token_id]))
+    assert second.logprobs is not None
+    assert second.logprobs.logprob == pytest.approx(float(raw[1, second.token_id]))
+    assert second.logprobs.top_token_ids == []
+    assert third.logprobs is None
+
+
+def test_logprobs_are_finite_even_for_logits_that_are_not() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 1.0], [float("nan")] * 3])
+    for token in Sampler()(logits, [SamplingRow(SamplingParams(temperature=0.0, logprobs=20), 0)] * 2):
+        assert token.logprobs is not None
+        assert all(math.isfinite(x) for x in [token.logprobs.logprob, *token.logprobs.top_logprobs])
+        assert len(token.logprobs.top_token_ids) == 3  # no more than there are
+
+
+def test_uniform_is_a_pure_function_with_pinned_values() -> None:
+    """Other values here would change every seeded answer of every user."""
+    assert uniform(0, 0, 0) == 0.9840321660442114
+    assert uniform(1, 0, 0) == 0.42946255706619074
+    assert uniform(0, 1, 0) == 0.22159673320161388
+    assert uniform(0, 0, 1) == 0.1761460269590095
+    assert len({uniform(s, c, i) for s in range(8) for c in range(8) for i in range(8)}) == 512
+    assert all(0.0 <= uniform(s, 0, i) < 1.0 for s in (-1, 0, 2**63 - 1, -(2**63)) for i in range(50))
+    mean = sum(uniform(5, 0, i) for i in range(10_000)) / 10_000
+    assert abs(mean - 0.5) < 0.01
