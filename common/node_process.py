@@ -15,10 +15,12 @@ import uvloop
 
 from common import messages as m
 from common.config import NodeFlags, parse
-from common.errors import TandemError
+from common.control import ControlClient
+from common.errors import TandemError, UnavailableError
 from common.kv_layout import KVLayout
 from common.logging import configure_logging
 from common.metrics import Metrics, NodeSample, NodeStatsCollector
+from common.node_http import Readiness
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,31 @@ def run_node_process(config_class: type[_F], role: m.Role, run: Callable[[_F], C
         sys.exit(f"{role} node: {error.message}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
+
+
+def make_failure(loop: asyncio.AbstractEventLoop) -> tuple[asyncio.Future[None], Callable[[BaseException], None]]:
+    """A future for `serve_until_stopped`, and what a part of the node calls, from any thread, when it ended."""
+    failure: asyncio.Future[None] = loop.create_future()
+
+    def note(error: BaseException) -> None:
+        if not failure.done():
+            failure.set_exception(UnavailableError(f"the engine ended: {type(error).__name__}: {error}"))
+
+    def report(error: BaseException) -> None:
+        loop.call_soon_threadsafe(note, error)
+
+    return failure, report
+
+
+def make_readiness(control: ControlClient, failure: asyncio.Future[None]) -> Readiness:
+    """Ready while a proxy is joined and nothing failed."""
+
+    def readiness() -> str | None:
+        if failure.done():
+            return str(failure.exception())
+        return None if control.num_joined else "; ".join(control.refusals) or "no proxy has been reached yet"
+
+    return readiness
 
 
 def make_hello(

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from typing import Protocol
+from typing import Any, Protocol
 
 from common import messages as m
 from common.control import ControlClient, ControlHandler
@@ -40,9 +40,14 @@ async def serve_until_stopped(
     control: ControlClient,
     *,
     http: NodeHttpServer,
+    failure: asyncio.Future[None],
     grace_seconds: float,
 ) -> None:
-    """Runs the node until a signal comes; a second signal ends the drain at once."""
+    """Runs the node until a signal comes; a second signal ends the drain at once.
+
+    failure: gets an exception when a part of the node ended by itself. Then the node says Goodbye, so that its requests
+    move at once, and the exception is raised: a node that cannot compute must not look alive.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -51,13 +56,17 @@ async def serve_until_stopped(
     log.info("node HTTP at %s", http.url)
     control_task = asyncio.create_task(control.run())
     stopped = asyncio.create_task(stop.wait())
+    ends: list[asyncio.Future[Any]] = [control_task, stopped, failure]
     try:
-        await asyncio.wait({control_task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if control_task.done():
             control_task.result()  # raises what ended it
-        stop.clear()
-        await _drain(handler, control, stop, grace_seconds)
-        control.broadcast(m.Goodbye(reason="stopped"))
+        if not failure.done():
+            stop.clear()
+            await _drain(handler, control, stop, grace_seconds)
+        control.broadcast(m.Goodbye(reason="failed" if failure.done() else "stopped"))
+        if failure.done():
+            failure.result()
     finally:
         stopped.cancel()
         control_task.cancel()

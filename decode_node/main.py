@@ -12,7 +12,7 @@ from common.engine.async_engine import AsyncEngine
 from common.engine.build import EngineParts, build_engine
 from common.engine.events import Event
 from common.node_http import NodeHttpServer
-from common.node_process import make_hello, node_metrics, run_node_process
+from common.node_process import make_failure, make_hello, make_readiness, node_metrics, run_node_process
 from common.node_service import serve_until_stopped
 from decode_node.config import DecodeConfig
 from decode_node.metrics import DecodeMetrics
@@ -30,6 +30,7 @@ def main() -> None:
 async def run(flags: DecodeConfig) -> None:
     """Until a signal stops it. Raises TandemError when it cannot start."""
     instance_id = m.new_instance_id()
+    failure, report_failure = make_failure(asyncio.get_running_loop())
     parts = await asyncio.to_thread(build_engine, resolve_model(flags.model), flags, with_head=True)
     client = FetchClient(parts.layout, parts.kv_cache.memory, instance_id, flags.lease_seconds)
 
@@ -39,7 +40,7 @@ async def run(flags: DecodeConfig) -> None:
     def send(proxy_id: str, message: m.NodeMessage) -> int | None:
         return control.send(proxy_id, message)
 
-    engine = AsyncEngine(parts.engine, on_events, name="decode-engine")
+    engine = AsyncEngine(parts.engine, on_events, on_failure=report_failure, name="decode-engine")
     metrics = node_metrics("decode", flags, instance_id, parts.layout.block_size, engine.stats)
     metrics.registry.register(TransferCollector(client.stats, "client"))
     node = DecodeNode(
@@ -61,17 +62,14 @@ async def run(flags: DecodeConfig) -> None:
     )
     control = ControlClient(instance_id, flags.proxy, node)
 
-    def readiness() -> str | None:
-        if engine.failure is not None:
-            return f"the engine ended: {engine.failure!r}"
-        return None if control.num_joined else "; ".join(control.refusals) or "no proxy has been reached yet"
-
     client.start()
     engine.start()
     try:
         log.info("decode node %s starts", instance_id)
-        http = NodeHttpServer(flags.host, flags.port, readiness=readiness, registry=metrics.registry)
-        await serve_until_stopped(node, control, http=http, grace_seconds=flags.drain_seconds)
+        http = NodeHttpServer(
+            flags.host, flags.port, readiness=make_readiness(control, failure), registry=metrics.registry
+        )
+        await serve_until_stopped(node, control, http=http, failure=failure, grace_seconds=flags.drain_seconds)
     finally:
         node.abort_all()
         await asyncio.to_thread(client.close)

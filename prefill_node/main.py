@@ -13,7 +13,7 @@ from common.engine.async_engine import AsyncEngine
 from common.engine.build import build_engine
 from common.engine.events import Event
 from common.node_http import NodeHttpServer
-from common.node_process import make_hello, node_metrics, run_node_process
+from common.node_process import make_failure, make_hello, make_readiness, node_metrics, run_node_process
 from common.node_service import serve_until_stopped
 from kvtransfer.metrics import TransferCollector
 from kvtransfer.server import FetchServer
@@ -31,12 +31,13 @@ def main() -> None:
 async def run(flags: PrefillConfig) -> None:
     """Until a signal stops it. Raises TandemError when it cannot start."""
     instance_id = m.new_instance_id()
+    failure, report_failure = make_failure(asyncio.get_running_loop())
     parts = await asyncio.to_thread(build_engine, resolve_model(flags.model), flags, with_head=False)
 
     def on_events(events: list[Event]) -> None:
         store.engine_events(events)
 
-    engine = AsyncEngine(parts.engine, on_events, name="prefill-engine")
+    engine = AsyncEngine(parts.engine, on_events, on_failure=report_failure, name="prefill-engine")
     store = EngineStore(engine, parts.layout, parts.kv_cache.readonly_memory, parts.model_config.vocab_size)
     server = FetchServer(
         store,
@@ -64,13 +65,10 @@ async def run(flags: PrefillConfig) -> None:
         metrics = node_metrics("prefill", flags, instance_id, parts.layout.block_size, engine.stats)
         metrics.registry.register(TransferCollector(server.stats, "server"))
 
-        def readiness() -> str | None:
-            if engine.failure is not None:
-                return f"the engine ended: {engine.failure!r}"
-            return None if control.num_joined else "; ".join(control.refusals) or "no proxy has been reached yet"
-
-        http = NodeHttpServer(flags.host, flags.port, readiness=readiness, registry=metrics.registry)
-        await serve_until_stopped(node, control, http=http, grace_seconds=flags.drain_seconds)
+        http = NodeHttpServer(
+            flags.host, flags.port, readiness=make_readiness(control, failure), registry=metrics.registry
+        )
+        await serve_until_stopped(node, control, http=http, failure=failure, grace_seconds=flags.drain_seconds)
     finally:
         await asyncio.to_thread(server.close)
         await asyncio.to_thread(engine.stop)

@@ -35,11 +35,20 @@ Command = Callable[[], object]
 
 class AsyncEngine:
     """on_events: called from the engine's thread, at most twice a step (after scheduling, after computing), never
-    with an empty list; it must not block. Commands on requests that are not known any more do nothing."""
+    with an empty list; it must not block. on_failure: called once, from that thread, when an invariant broke and the
+    engine ended by itself. Commands on requests that are not known any more do nothing."""
 
-    def __init__(self, engine: Engine, on_events: OnEvents, *, name: str = "engine") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_events: OnEvents,
+        *,
+        on_failure: Callable[[BaseException], None] | None = None,
+        name: str = "engine",
+    ) -> None:
         self._engine = engine
         self._on_events = on_events
+        self._on_failure = on_failure
         self._commands: deque[Command] = deque()
         self._wakeup = threading.Condition()
         self._is_stopping = False
@@ -195,6 +204,8 @@ class AsyncEngine:
         self.failure = error
         text = f"the engine ended: {type(error).__name__}"
         self._deliver([FailedEvent(request_id, text) for request_id in list(self._engine.scheduler.requests)])
+        if self._on_failure is not None:
+            self._on_failure(error)
 
 
 def _answer(answer: Future[None], check: Callable[[], None]) -> None:
