@@ -1,6 +1,12 @@
 """`python -m decode_node`: starts a decode node."""
 
-from decode_node.main import main
+import os
+
+# Before torch is loaded: its threads must sleep at barriers, not spin. Nodes share cores, and a spinning thread keeps
+# the one that everybody waits for from running (a decode step of 2 threads on a busy machine: 1.8 s instead of 0.09 s).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from decode_node.main import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -63,7 +63,7 @@ def model_dir() -> Path:
 
 
 def build(*flags: str) -> EngineParts:
-    return build_engine(model_dir(), parse(NodeFlags, ["--num-threads", "2", *flags]), with_head=True)
+    return build_engine(model_dir(), parse(NodeFlags, ["--num-threads", "1", *flags]), with_head=True)
 
 
 @pytest.fixture
