@@ -6,7 +6,7 @@ import os
 # the one that everybody waits for from running (a decode step of 2 threads on a busy machine: 1.8 s instead of 0.09 s).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from decode_node.main import main  # noqa: E402
+from decode_node.main import main
 
 if __name__ == "__main__":
     main()
