@@ -2,9 +2,10 @@
 
     no sources ------------------------------------------------------------> the engine computes it
     fetch opened, zero credit --reserved--> granted --all blocks in--------> adopted: RUNNING
-                       |                      |  \\--fetch failed: next source, else adopt what is complete
-                       |                      \\--revoked: cancel, fence, give the blocks back, fetch anew
-                       \\--hidden row--> the engine samples the next output, with or without the blocks
+                  |    |                      |  \\--fetch failed: next source, else adopt what is complete
+                  |    |                      \\--revoked: cancel, fence, give the blocks back
+                  |    \\--hidden row--> the engine samples the next output, with or without the blocks
+                  \\--the source does not wait for us, or revoked: fetch anew once blocks are reserved
 
 It knows neither sockets nor tensors; every method is called on the node's event loop, and none blocks. The blocks of
 an ended request go back only after its fetch's `ended`, which is the fence.
@@ -21,6 +22,7 @@ import numpy as np
 from common.logging import log_event
 from common.messages import Source
 from common.request import Request
+from kvtransfer.session import FailCode
 from kvtransfer.store import FetchHandle, FetchListener, FetchRequest, HiddenMode
 
 log = logging.getLogger(__name__)
@@ -104,16 +106,20 @@ class Admission:
         self._num_complete_blocks = num_cached_tokens // self._block_size
         if self._held_row is not None:
             self._submit(self._held_row)
-        if self._fetch is None:
-            self._adopt()
-        elif self._num_missing_tokens() < self._block_size:
+        if self._num_missing_tokens() < self._block_size:
             self._sources.clear()  # less than a block is quicker computed than fetched
-            self._fetch.cancel()
-        else:
+        if self._fetch is None:
+            self._open() if self._sources else self._adopt()
+        elif self._sources:
             self._grant()
+        else:
+            self._fetch.cancel()
 
     def revoked(self) -> None:
-        """A running request needs our blocks: give them back, and start over when there is room."""
+        """A running request needs our blocks: give them back, and start over when there is room.
+
+        Not before: computed and uncollected, our blocks would only take room from others at the source.
+        """
         self._is_revoked = True
         if self._fetch is not None:
             self._fetch.cancel()
@@ -148,7 +154,7 @@ class Admission:
         elif error is None:
             self._num_complete_blocks = max(self._num_complete_blocks, num_complete_blocks)
             self._adopt()
-        else:
+        elif not self._asks_again_when_reserved(error):
             self._fall_back(num_complete_blocks, error)
 
     # --- steps ---------------------------------------------------------------------------------------------------
@@ -169,6 +175,12 @@ class Admission:
             self._adopt()
         else:
             self._engine.cancel_remote(self.request.request_id)
+
+    def _asks_again_when_reserved(self, error: str) -> bool:
+        """A source that did not wait for us is no bad one: nothing is lost before there is room for its blocks."""
+        code = error.partition(":")[0]
+        is_impatient = code == FailCode.NOT_COLLECTED or (code == FailCode.QUEUE_TIMEOUT and len(self._sources) == 1)
+        return is_impatient and self._block_ids is None
 
     def _open(self) -> None:
         hidden: HiddenMode = "none" if self._has_output or self._held_row is not None else "last"
@@ -209,13 +221,13 @@ class Admission:
         self._engine.adopt(self.request.request_id, computed)
 
     def _give_back(self) -> None:
+        """With an `adopt` on its way the engine gets our blocks back by that: a release would hit the next ones."""
         self._is_revoked = False
-        self._block_ids = None
-        self._num_complete_blocks = 0
-        self._engine.release_reservation(self.request.request_id)
-        if self._sources:
-            self._open()
-        else:
+        if self._block_ids is not None:
+            self._block_ids = None
+            self._num_complete_blocks = 0
+            self._engine.release_reservation(self.request.request_id)
+        if not self._sources:
             self._engine.cancel_remote(self.request.request_id)
 
     def _note(self, event: str, **fields: object) -> None:

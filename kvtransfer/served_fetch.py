@@ -95,6 +95,20 @@ class ServedFetch:
     def key(self) -> FetchKey:
         return self.fetch_id
 
+    @property
+    def has_room(self) -> bool:
+        """The client has blocks for it: what is computed for it will leave."""
+        return self._first_block is not None
+
+    @property
+    def is_queued(self) -> bool:
+        """The store has not begun with it."""
+        return self._num_cached_tokens is None
+
+    @property
+    def is_computed(self) -> bool:
+        return self._is_computed
+
     # --- from the client
 
     def receive_credit(self, frame: Credit, now: float) -> None:

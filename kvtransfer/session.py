@@ -20,7 +20,7 @@ lost peer. Blocks that are in stay good, and the server keeps its own as ordinar
 Clocks (server: all; client: queue and progress too, with the lease as slack, should the server fail to keep its own):
     queue     from FETCH until computing starts                      -> queue_timeout
     progress  computing, or credit is there, and nothing moves       -> no_progress
-    hold      all computed, and no credit (or no DONE) comes         -> not_collected
+    hold      all computed, and no credit (or no DONE) comes         -> not_collected; soon, where others need the room
     lease     nothing at all heard from the peer                     -> silent
 """
 

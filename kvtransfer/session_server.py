@@ -32,6 +32,8 @@ from kvtransfer.session import FailCode, FetchFailure, FetchTimes
 from kvtransfer.stats import COMPLETE
 from kvtransfer.store import FetchKey, FetchRequest
 
+_IMPASSE_SECONDS = 0.5  # a store that has room begins much sooner
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -87,6 +89,7 @@ class ServerSession:
         self._peers: dict[Peer, _PeerState] = {}
         self._fetches: dict[FetchKey, ServedFetch] = {}
         self._is_draining = False
+        self._impasse_since: float | None = None
 
     @property
     def num_open_fetches(self) -> int:
@@ -280,11 +283,36 @@ class ServerSession:
                 effects += self._forget_peer(peer, FailCode.SILENT)
         for fetch in list(self._fetches.values()):
             effects += self._guard(fetch, lambda fetch=fetch: fetch.check_clocks(now))  # type: ignore[misc]
-        return effects
+        return effects + self._end_impasse(now)
 
     def next_deadline(self) -> float | None:
-        leases = [state.last_heard + self._times.lease_seconds for state in self._peers.values()]
-        return min([*leases, *(fetch.next_deadline() for fetch in self._fetches.values())], default=None)
+        deadlines = [state.last_heard + self._times.lease_seconds for state in self._peers.values()]
+        deadlines += [fetch.next_deadline() for fetch in self._fetches.values()]
+        if self._impasse_since is not None:
+            deadlines.append(self._impasse_since + _IMPASSE_SECONDS)
+        return min(deadlines, default=None)
+
+    def _end_impasse(self, now: float) -> list[ServerEffect]:
+        """Blocks whose client has no room must not keep out a fetch whose client has: two clients, or two requests
+        of one, would wait for each other. They stay cached, so that a new fetch of them is cheap."""
+        uncollected = self._in_the_way()
+        if not uncollected:
+            self._impasse_since = None
+        elif self._impasse_since is None:
+            self._impasse_since = now
+        elif now >= self._impasse_since + _IMPASSE_SECONDS:
+            self._impasse_since = None
+            text = "all was computed, and others need the room; the blocks stay cached"
+            return [effect for fetch in uncollected for effect in self._fail(fetch, FailCode.NOT_COLLECTED, text)]
+        return []
+
+    def _in_the_way(self) -> list[ServedFetch]:
+        """Computed fetches without room at their client, while the store computes nothing and one with room waits."""
+        fetches = self._fetches.values()
+        is_computing = any(not fetch.is_queued and not fetch.is_computed for fetch in fetches)
+        if is_computing or not any(fetch.is_queued and fetch.has_room for fetch in fetches):
+            return []
+        return [fetch for fetch in fetches if fetch.is_computed and not fetch.has_room]
 
     def drain(self) -> None:
         """Refuse new fetches from now on; the open ones go on."""

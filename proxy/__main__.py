@@ -1,12 +1,13 @@
 """`python -m proxy`: reads the flags, loads the tokenizer, serves until a signal comes, and leaves cleanly.
 
-SIGTERM or SIGINT: /ready says 503, no new connections, running requests get their grace, nodes are told to stop the
-rest. A second signal: at once.
+SIGTERM or SIGINT: /ready says 503, no new connections and requests; running ones may finish within their grace, then
+end with an error that says why, and nodes are told. A second signal ends the grace.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -17,13 +18,14 @@ from aiohttp import web
 
 from common.checkpoints.resolve import resolve_model
 from common.config import parse
-from common.errors import TandemError
+from common.errors import TandemError, UnavailableError
 from common.logging import configure_logging, log_event
 from common.model_config import load_model_config
 from common.node_http import listen_error
-from proxy.app import LIFECYCLE, AppSettings, build_app
+from proxy.app import CLUSTER, LIFECYCLE, AppSettings, build_app
 from proxy.config import ProxyConfig
 from proxy.control import check_control_endpoint
+from proxy.generation import SHUTTING_DOWN
 from proxy.node_pool import NodePool
 from proxy.serving_model import ModelLimits, ServingModel, load_serving_model
 
@@ -31,6 +33,8 @@ log = logging.getLogger("proxy")
 
 HEARTBEAT_SECONDS = 0.25  # also how old the nodes' numbers in routing and /metrics may be
 LEASE_SECONDS = 5.0
+CLOSE_SECONDS = 0.5  # for a handler to write its last bytes, and again after it was cancelled
+DRAIN_POLL_SECONDS = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,16 +57,15 @@ async def serve(config: ProxyConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
     model, pool = _load_model(config)
     app = await build_app(model, pool, _settings(config))
-    runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=config.shutdown_grace_seconds
-    )
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     try:
         await _listen(runner, config)
         await _wait_for_signal(app, stop)
-        await _clean_up(runner, app, stop)
+        await _drain(runner, app, stop, config.shutdown_grace_seconds)
     finally:
         await runner.cleanup()
+    log_event(log, "stopped")
 
 
 def _load_model(config: ProxyConfig) -> tuple[ServingModel, NodePool]:
@@ -113,18 +116,24 @@ async def _wait_for_signal(app: web.Application, stop: asyncio.Event) -> None:
         cluster_task.result()
 
 
-async def _clean_up(runner: web.AppRunner, app: web.Application, stop: asyncio.Event) -> None:
-    log_event(log, "stopping")
-    app[LIFECYCLE].is_stopping = True
+async def _drain(runner: web.AppRunner, app: web.Application, stop: asyncio.Event, grace_seconds: float) -> None:
+    """Until every request has ended, the grace is over or another signal comes; what runs then is ended.
+
+    aiohttp's own wait is no grace: it waits twice, and then cuts streams off without a word.
+    """
+    log_event(log, "stopping", grace_seconds=grace_seconds)
+    cluster = app[CLUSTER]
+    app[LIFECYCLE].is_stopping = cluster.is_closing = True
     stop.clear()
-    cleanup = asyncio.create_task(runner.cleanup())
-    again = asyncio.create_task(stop.wait())
-    await asyncio.wait({cleanup, again}, return_when=asyncio.FIRST_COMPLETED)
-    again.cancel()
-    if not cleanup.done():
-        cleanup.cancel()
-    await asyncio.gather(cleanup, return_exceptions=True)
-    log_event(log, "stopped")
+    for site in list(runner.sites):
+        await site.stop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_seconds):
+            while cluster.num_requests:
+                with contextlib.suppress(TimeoutError):  # looks again now and then; a second signal ends the wait
+                    await asyncio.wait_for(stop.wait(), DRAIN_POLL_SECONDS)
+                    break
+    cluster.end_all(UnavailableError(SHUTTING_DOWN))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ class _Waiter:
     rank: tuple[int, int]
     need: Need = field(compare=False)
     route: asyncio.Future[Route] = field(compare=False)
+    patience: asyncio.Timeout = field(compare=False)
+    queue_deadline: float = field(compare=False)
 
 
 class Admission:
@@ -45,6 +47,7 @@ class Admission:
         self._limits = limits or AdmissionLimits()
         self._waiters: list[_Waiter] = []
         self._arrivals = itertools.count()
+        self._had_nodes = pool.is_ready
 
     @property
     def num_waiting(self) -> int:
@@ -59,8 +62,12 @@ class Admission:
                 f"{len(self._waiters)} requests are waiting, at most {self._limits.max_queue} may",
                 retry_after_seconds=self._retry_after(),
             )
+        self._set_deadlines()
         loop = asyncio.get_running_loop()
-        waiter = _Waiter((priority, next(self._arrivals)), need, loop.create_future())
+        queue_deadline = loop.time() + self._limits.queue_seconds
+        patience = asyncio.timeout_at(self._deadline(queue_deadline))
+        rank = (priority, next(self._arrivals))
+        waiter = _Waiter(rank, need, loop.create_future(), patience, queue_deadline)
         self._waiters.append(waiter)
         self._waiters.sort()
         self.pump()
@@ -73,6 +80,7 @@ class Admission:
 
     def pump(self) -> None:
         """Places those who wait, in order, while there is room."""
+        self._set_deadlines()
         for waiter in list(self._waiters):
             if (route := self._try(waiter.need)) is None:
                 return
@@ -84,7 +92,7 @@ class Admission:
 
     async def _wait(self, waiter: _Waiter) -> Route:
         try:
-            async with asyncio.timeout(self._patience()):
+            async with waiter.patience:
                 return await waiter.route
         except TimeoutError:
             if waiter.route.done() and not waiter.route.cancelled():
@@ -110,8 +118,20 @@ class Admission:
         if route.sources and (source := self._pool.get(route.sources[0].instance_id)) is not None:
             source.dispatched_tokens += need.num_tokens
 
-    def _patience(self) -> float:
-        return self._limits.queue_seconds if self._pool.is_ready else self._limits.node_wait_seconds
+    def _deadline(self, queue_deadline: float) -> float:
+        """Without a node there is less patience, from when there was none."""
+        if self._pool.is_ready:
+            return queue_deadline
+        return min(queue_deadline, asyncio.get_running_loop().time() + self._limits.node_wait_seconds)
+
+    def _set_deadlines(self) -> None:
+        """Anew for all when the first node came or the last one left."""
+        if self._pool.is_ready is self._had_nodes:
+            return
+        self._had_nodes = self._pool.is_ready
+        for waiter in self._waiters:
+            if not waiter.patience.expired():
+                waiter.patience.reschedule(self._deadline(waiter.queue_deadline))
 
     def _too_late(self) -> OverloadedError | UnavailableError:
         if not self._pool.is_ready:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from common import messages as m
 from common.clock import Clock, SystemClock
-from common.errors import PeerError
+from common.errors import PeerError, TandemError
 from common.logging import log_event
 from common.metrics import BAD_MESSAGES, NODES, Metrics, NodeSample
 from proxy.admission import Admission
@@ -55,11 +55,13 @@ class PlacedRequest(Protocol):
     def rejected(self, message: m.Rejected) -> None: ...
     def output(self, output: m.RequestOutput) -> None: ...
     def node_lost(self, reason: str) -> None: ...
+    def fail(self, error: TandemError) -> None: ...
 
 
 class Cluster:
     """Runs on one event loop; `run` is its life.
 
+    is_closing: takes no new requests, since the process is to end.
     heartbeat_seconds, lease_seconds: sent to nodes in Welcome.
     """
 
@@ -75,6 +77,7 @@ class Cluster:
         clock: Clock | None = None,
     ) -> None:
         self.instance_id = m.new_instance_id()
+        self.is_closing = False
         self.pool = pool
         self.admission = admission
         self._metrics = metrics
@@ -111,6 +114,11 @@ class Cluster:
     def pause(self, node_id: str) -> None:
         """No new work for this node before its next Status."""
         self.pool.pause(node_id)
+
+    def end_all(self, error: TandemError) -> None:
+        """Every request ends with this error; nodes are told."""
+        for request in list(self._requests.values()):
+            request.fail(error)
 
     @property
     def num_requests(self) -> int:

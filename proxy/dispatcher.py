@@ -203,6 +203,13 @@ class Dispatcher:
             self._current.lost_reason = reason
             self._current.end()
 
+    def fail(self, error: TandemError) -> None:
+        """Ends it with an error that is not its own; the consumer still gets the outputs before it."""
+        self._fail(error)
+        if self._driver is not None:
+            self._driver.cancel()
+        self._abort_leg(error.message)
+
     def output(self, output: m.RequestOutput) -> None:
         """Outputs of the current leg from an index that is not beyond the next one."""
         leg = self._current

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock, SystemClock
-from common.errors import ContextLengthError, TandemError
+from common.errors import ContextLengthError, TandemError, UnavailableError
 from common.logging import log_event
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
@@ -26,6 +26,8 @@ from proxy.request_metrics import RequestMetrics, RequestTrace
 from proxy.serving_model import ServingModel
 
 log = logging.getLogger(__name__)
+
+SHUTTING_DOWN = "the server is shutting down"
 
 
 @dataclass(eq=False)
@@ -145,12 +147,14 @@ class Generator:
         default_max_tokens: int | None,
         continues_prompt: bool,
     ) -> Generation:
-        """Raises InvalidRequestError before anything is started.
+        """Raises InvalidRequestError or UnavailableError before anything is started.
 
         name: for the log. arrived: when the request came, by `now`.
         default_max_tokens: when the request has none; None fills the context.
         continues_prompt: the answer goes on where the prompt's text ends (completions).
         """
+        if self._cluster.is_closing:
+            raise UnavailableError(SHUTTING_DOWN)
         self._model.check_token_ids(body.stop_token_ids, "stop_token_ids")
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         all_params = [

@@ -7,7 +7,9 @@ reconnect by itself: it would lose messages without a word, so a lost connection
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import socket
 import tempfile
 from collections.abc import Sequence
 
@@ -18,6 +20,7 @@ from common.errors import ConfigError
 from kvtransfer.frames import Buffer
 from kvtransfer.transports.base import Connection, SendStatus, ServerPort, Waitable
 
+_IPC_PREFIX = "tandem-fetch-"
 _SEND_HIGH_WATER = 64  # messages for one peer, each about 1 MiB at most
 _RECEIVE_HIGH_WATER = 64
 _CLIENT_SEND_HIGH_WATER = 4096  # small frames
@@ -45,7 +48,8 @@ class ZmqServerPort:
 
     def bind(self, endpoint: str) -> None:
         if endpoint == "ipc://*":
-            self._directories.append(tempfile.mkdtemp(prefix="tandem-"))
+            _remove_abandoned_directories()
+            self._directories.append(tempfile.mkdtemp(prefix=_IPC_PREFIX))
             endpoint = f"ipc://{self._directories[-1]}/fetch"
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
@@ -80,10 +84,32 @@ class ZmqServerPort:
     def close(self, flush_seconds: float = 0.0) -> None:
         self._socket.close(linger=int(flush_seconds * 1000))
         for directory in self._directories:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{directory}/fetch")
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)
+            _remove_directory(directory)
+
+
+def _remove_abandoned_directories() -> None:
+    """Those of servers that were killed: a socket of ours that nobody listens at."""
+    for path in glob.glob(f"{tempfile.gettempdir()}/{_IPC_PREFIX}*/fetch"):
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_uid == os.getuid() and _is_refused(path):
+                _remove_directory(os.path.dirname(path))
+
+
+def _is_refused(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a live server that is slow to accept is no abandoned one
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
+def _remove_directory(directory: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(f"{directory}/fetch")
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 class ZmqConnection:

@@ -133,6 +133,58 @@ def test_hold_clock_fails_a_fetch_that_is_not_collected() -> None:
     serving.assert_failed(serving.pass_time(2.0), "not_collected")
 
 
+def open_second_fetch(serving: Serving, *, has_credit: bool) -> tuple[str, int]:
+    """Another fetch of the same client, which the store has not begun with."""
+    second = ("client", 2)
+    fetch = Fetch(fetch_id=second, sequence=1, receiver="server", tokens=[1] * 32, queue_seconds=50.0)
+    serving.server.receive(serving.now, PEER, Message(fetch))
+    if has_credit:
+        credit = Credit(fetch_id=second, sequence=2, receiver="server", first_block=0, num_units=1)
+        serving.server.receive(serving.now, PEER, Message(credit))
+    return second
+
+
+def test_uncollected_fetch_does_not_keep_out_one_whose_client_has_room() -> None:
+    serving = Serving()
+    serving.server.filled(ID, 0, [1, 2, 3, 4], 0.0)
+    serving.server.computed(ID, 0.0)
+    open_second_fetch(serving, has_credit=True)
+    assert serving.server.tick(0.0) == []
+    assert serving.server.next_deadline() == 0.5
+    effects = serving.server.tick(0.5)
+    assert effects == [ReleaseStore(ID, "not_collected")]
+    assert serving.server.tick(3.0) == []
+
+
+def test_uncollected_fetch_stays_while_nobody_with_room_waits_for_it() -> None:
+    serving = Serving()
+    serving.server.filled(ID, 0, [1, 2, 3, 4], 0.0)
+    serving.server.computed(ID, 0.0)
+    open_second_fetch(serving, has_credit=False)
+    serving.server.tick(0.0)
+    assert serving.pass_time(20.0) == []
+
+
+def test_uncollected_fetch_stays_while_the_store_still_computes() -> None:
+    serving = Serving()
+    serving.server.filled(ID, 0, [1, 2, 3, 4], 0.0)
+    serving.server.computed(ID, 0.0)
+    second = open_second_fetch(serving, has_credit=True)
+    serving.server.accepted(second, 0)
+    serving.server.tick(0.0)
+    assert serving.pass_time(10.0) == []
+
+
+def test_fetch_that_is_being_collected_is_not_in_the_way() -> None:
+    serving = Serving()
+    serving.give_credit(2)
+    serving.server.filled(ID, 0, [1, 2, 3, 4], 0.0)
+    serving.server.computed(ID, 0.0)
+    open_second_fetch(serving, has_credit=True)
+    serving.server.tick(0.0)
+    assert serving.pass_time(10.0) == []
+
+
 def test_hold_clock_starts_again_with_every_credit() -> None:
     serving = Serving()
     serving.server.filled(ID, 0, [1, 2, 3, 4], 0.0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,3 +204,17 @@ def test_faults_happen_and_repeat_with_their_seed() -> None:
         return got
 
     assert run(5) == run(5) != run(6)
+
+
+def test_socket_folders_that_a_killed_server_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, live = tmp_path / "tandem-fetch-dead", Pair("ipc")
+    abandoned.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(abandoned / "fetch"))
+    other = Pair("ipc")
+    assert not abandoned.exists()
+    for pair in (live, other):
+        assert Path(pair.port.endpoints[0].removeprefix("ipc://")).is_socket()
+        pair.close()
+    assert not list(tmp_path.iterdir())

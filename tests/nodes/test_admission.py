@@ -183,17 +183,48 @@ def test_blocks_of_an_ended_request_go_back_after_the_fence() -> None:
     assert scene.admission.is_over
 
 
-def test_revoked_reservation_is_given_back_after_the_fence_and_fetched_anew() -> None:
+def test_revoked_reservation_is_given_back_after_the_fence_and_fetched_anew_when_there_is_room() -> None:
     scene = Scene(40)
     scene.admission.reserved(0, blocks_for(40))
     scene.admission.revoked()
     assert scene.commands() == []
     scene.fetches[0].listener.ended(num_complete_blocks=1, error="cancelled")
     assert scene.commands() == [("release_reservation", "r#1")]
+    assert len(scene.fetches) == 1
+    scene.admission.reserved(16, blocks_for(40))
     assert len(scene.fetches) == 2
-    assert scene.fetch.grants == []
+    assert scene.fetch.grants == [(1, [101, 102])]
+
+
+def test_revocation_that_crossed_the_adoption_releases_no_later_reservation() -> None:
+    scene = Scene(40)
+    scene.admission.reserved(0, blocks_for(40))
+    scene.fetch.listener.ended(num_complete_blocks=3, error=None)
+    scene.admission.revoked()  # decided before the engine saw the `adopt`, which gives the blocks back by itself
+    assert scene.commands() == [("adopt", "r#1", 40)]
     scene.admission.reserved(0, blocks_for(40))
     assert scene.fetch.grants == [(0, [100, 101, 102])]
+    assert scene.commands() == [("adopt", "r#1", 40)]
+
+
+@pytest.mark.parametrize("error", ["not_collected: others need the room", "queue_timeout: 60 s"])
+def test_source_that_did_not_wait_for_us_is_asked_again_once_there_is_room(error: str) -> None:
+    scene = Scene(40)
+    scene.fetch.listener.hidden(ROW.tobytes())
+    scene.fetch.listener.ended(num_complete_blocks=0, error=error)
+    assert scene.commands() == []
+    scene.admission.reserved(0, blocks_for(40))
+    assert len(scene.fetches) == 2
+    assert scene.fetch.request.hidden == "none"
+    assert scene.fetch.grants == [(0, [100, 101, 102])]  # the fetch takes as many as it needs
+    scene.fetch.listener.ended(num_complete_blocks=0, error=error)  # now it keeps us waiting
+    assert scene.commands() == [("add_hidden", "r#1", "ndarray"), ("adopt", "r#1", 0)]
+
+
+def test_source_with_a_long_queue_gives_way_to_another_one() -> None:
+    scene = Scene(40, num_sources=2)
+    scene.fetch.listener.ended(num_complete_blocks=0, error="queue_timeout: 60 s")
+    assert [f.source.instance_id for f in scene.fetches] == ["p0", "p1"]
 
 
 def test_events_of_an_earlier_fetch_are_ignored() -> None:

@@ -240,6 +240,29 @@ async def test_waits_have_an_end() -> None:
     assert admission.num_waiting == 0
 
 
+async def test_patience_follows_the_nodes() -> None:
+    pool = make_pool("d1", max_num_seqs=1)
+    admission = tight(pool, node_wait_seconds=0.01)
+    await fill(admission, 2)
+    waiting = asyncio.create_task(admission.place(Need(1)))
+    await asyncio.sleep(0)
+    pool.remove("d1")
+    admission.pump()
+    with pytest.raises(UnavailableError, match="no decode node"):
+        await waiting
+
+
+async def test_a_full_node_that_comes_gives_more_patience() -> None:
+    pool = make_pool("p1")
+    admission = tight(pool, queue_seconds=0.3, node_wait_seconds=0.1)
+    waiting = asyncio.create_task(admission.place(Need(1)))
+    await asyncio.sleep(0)
+    pool.register("d1", hello(max_num_seqs=1, stats=m.NodeStats(num_running=9)), now=0.0)
+    admission.pump()
+    with pytest.raises(OverloadedError, match=r"no decode node had room within 0\.3 s"):
+        await waiting
+
+
 async def test_one_who_leaves_just_when_it_is_placed_gives_the_place_back() -> None:
     pool = make_pool("d1", max_num_seqs=1)
     admission = tight(pool)

@@ -126,10 +126,39 @@ async def test_serves_and_stops_cleanly(model_directory: Path, scripted_node: An
     assert " stopped" in log
 
 
-async def test_sigint_aborts_what_outlives_its_grace(
+async def test_a_running_stream_finishes_within_the_grace_and_the_process_exits_at_once(
     model_directory: Path, scripted_node: Any, tokenizer: Any, wait: Any
 ) -> None:
-    async with running(model_directory, "--shutdown-grace-seconds", "0.1") as proxy:
+    async with running(model_directory, "--shutdown-grace-seconds", "60") as proxy:
+        endpoint = field(await proxy.read_until("control_listening"), "endpoint")
+        url = field(await proxy.read_until("http_listening"), "url")
+        node = await scripted_node(endpoint, lambda _: [tokenizer.encode("Hello"), wait, [EOS]])
+        async with aiohttp.ClientSession(url) as http, aiohttp.ClientSession(url) as idle:
+            async with idle.get("/health"):
+                pass  # its connection stays open
+            async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as reply:
+                await reply.content.readline()
+                proxy.process.send_signal(signal.SIGTERM)
+                await proxy.read_until("stopping")
+                async with idle.get("/ready") as refusal:
+                    assert refusal.status == 503
+                async with idle.post("/v1/completions", json={"prompt": "x"}) as refusal:
+                    assert refusal.status == 503
+                    assert "shutting down" in (await refusal.json())["error"]["message"]
+                node.resume.set()
+                text = await reply.text()
+            assert text.rstrip().endswith("[DONE]")
+            assert '"finish_reason":"stop"' in text
+            await asyncio.wait_for(proxy.process.wait(), 5)
+    assert proxy.process.returncode == 0
+
+
+@pytest.mark.parametrize("how", ["grace over", "second signal"])
+async def test_what_outlives_the_grace_ends_with_an_error(
+    model_directory: Path, scripted_node: Any, tokenizer: Any, wait: Any, how: str
+) -> None:
+    grace = "0.1" if how == "grace over" else "60"
+    async with running(model_directory, "--shutdown-grace-seconds", grace) as proxy:
         endpoint = field(await proxy.read_until("control_listening"), "endpoint")
         url = field(await proxy.read_until("http_listening"), "url")
         node = await scripted_node(endpoint, lambda _: [tokenizer.encode("Hello"), wait])
@@ -138,8 +167,14 @@ async def test_sigint_aborts_what_outlives_its_grace(
             assert reply.status == 200
             await reply.content.readline()
             proxy.process.send_signal(signal.SIGINT)
-            await asyncio.wait_for(proxy.process.wait(), 20)
+            if how == "second signal":
+                await proxy.read_until("stopping")
+                proxy.process.send_signal(signal.SIGINT)
+            lines = (await reply.text()).split()
+            await asyncio.wait_for(proxy.process.wait(), 5)
         assert proxy.process.returncode == 0
+        assert "shutting down" in " ".join(lines)
+        assert lines[-1] == "[DONE]"
         await node.expect(m.Abort)
 
 
