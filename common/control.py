@@ -148,6 +148,7 @@ class ControlClient:
     async def run(self) -> None:
         """Serves all connections until cancelled; then says nothing more (see `goodbye`)."""
         self._connections = [self._dial(endpoint) for endpoint in self._endpoints]
+        log.info("waiting for the proxy at %s", ", ".join(self._endpoints))
         try:
             async with asyncio.TaskGroup() as group:
                 for connection in self._connections:

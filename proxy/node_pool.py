@@ -8,7 +8,7 @@ A cluster has one shape (model, KV layout, vocabulary, context): that of the nod
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from common import messages as m
 from common.errors import PeerError
@@ -151,7 +151,7 @@ def _shape(hello: m.Hello) -> dict[str, object]:
     """What all nodes of a cluster have in common, by the name that a message shows."""
     return {
         "model": hello.model,
-        "KV layout": f"({hello.layout.describe()})",
+        **asdict(hello.layout),
         "vocabulary": hello.vocab_size,
         "max_model_len": hello.max_model_len,
     }

@@ -24,6 +24,7 @@ from common.text.tokenizer import TextTokenizer
 _T = TypeVar("_T")
 _NUM_THREADS = 2
 _MAX_TOKENIZING = 1024
+_MAX_SHOWN_CHARACTERS = 256  # of what a client sent, in an error message
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class ServingModel:
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFoundError for any other model. No name at all means the model that is here."""
         if name is not None and name != self.name:
-            raise ModelNotFoundError(f"the model {name!r} does not exist; this server has {self.name!r}", param="model")
+            shown = name[:_MAX_SHOWN_CHARACTERS]
+            text = f"the model {shown!r} does not exist; this server has {self.name!r}"
+            raise ModelNotFoundError(text, param="model")
 
     def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         if self._chat_template is None:

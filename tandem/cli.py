@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "env":
         from tandem.environment import main as show_environment
 
+        if rest:
+            asks_help = rest[0] in ("-h", "--help")
+            print("usage: tandem env   (it takes no flags)", file=sys.stdout if asks_help else sys.stderr)
+            return 0 if asks_help else 2
         return show_environment()
     if command in _MODULES:
         sys.argv = [f"tandem {command}", *rest]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -114,14 +115,22 @@ def ready_message(config: ServeConfig, url: str, control: str) -> str:
     body = {
         "model": config.public_model_name,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
         "stream": True,
     }
     name = f" --served-model-name {config.served_model_name}" if config.served_model_name else ""
     return (
         f"\nReady: {config.public_model_name} at {url}/v1\n\n"
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
-        f"Metrics: {url}/metrics   Another node: tandem decode {config.model}{name} --proxy {control}   Stop: Ctrl-C\n"
+        f"Another node: {_own_command()} decode {config.model}{name} --proxy {control}\n"
+        f"Metrics: {url}/metrics\n"
+        "Stop: Ctrl-C\n"
     )
+
+
+def _own_command() -> str:
+    """How a person can call us from here: the command may lie in a virtual environment that is not on the path."""
+    return "tandem" if shutil.which("tandem") else os.path.relpath(Path(sys.executable).with_name("tandem"))
 
 
 async def _live(supervisor: Supervisor, config: ServeConfig, specs: Sequence[ChildSpec]) -> None:

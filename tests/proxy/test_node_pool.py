@@ -81,7 +81,7 @@ def test_ready_needs_a_decode_node_that_takes_work() -> None:
 def test_a_misfit_is_told_both_values() -> None:
     pool = make_pool("d1")
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=32, dtype="float32", model_fingerprint="x")
-    with pytest.raises(PeerError, match=r"block_size 32.*here.*block_size 16.*there"):
+    with pytest.raises(PeerError, match=r"block_size is 32 here, 16 there"):
         pool.register("d2", hello(layout=layout), now=0.0)
     assert pool.get("d2") is None
     pool.remove("d1")

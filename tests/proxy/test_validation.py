@@ -326,3 +326,9 @@ async def test_messages_quote_no_prompt(proxy: Any, hello: Any) -> None:
     for path, body in ((COMPLETIONS, {"prompt": {"text": secret}}), (CHAT, {"messages": [{"role": secret}]})):
         error = await refused(proxy, path, body)
         assert secret not in json.dumps(error)
+
+
+async def test_an_error_shows_the_beginning_of_what_was_sent(proxy: Any) -> None:
+    status, body = await proxy.post("/v1/completions", {"model": "x" * 100_000, "prompt": "x"})
+    assert status == 404
+    assert len(body["error"]["message"]) < 500

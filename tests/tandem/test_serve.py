@@ -95,7 +95,7 @@ def test_the_model_is_resolved_first_and_its_error_is_one_line(capsys: pytest.Ca
 
 def test_the_curl_line_is_a_valid_request() -> None:
     text = serve.ready_message(_config(), "http://127.0.0.1:8000", "tcp://127.0.0.1:8100")
-    command = text[text.index("curl") : text.index("\n\nMetrics")]
+    command = text[text.index("curl") : text.index("\n\nAnother node")]
     words = [word for word in shlex.split(command) if word.strip()]
     body = json.loads(words[words.index("-d") + 1])
     assert body["stream"] is True

@@ -94,7 +94,7 @@ def streamed_text(events: str) -> str:
 
 
 def test_the_curl_line_it_prints_streams_an_answer(served: Served) -> None:
-    command = served.message[served.message.index("curl") : served.message.index("\n\nMetrics")]
+    command = served.message[served.message.index("curl") : served.message.index("\n\nAnother node")]
     assert streamed_text(run_shell(command.replace('"stream"', '"temperature": 0, "stream"')))
 
 
