@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-long lint format bench clean
+.PHONY: help serve install install-dev test test-long lint format bench bench-engine clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,6 +39,9 @@ format: install-dev  ## mends what ruff can
 bench: install-dev  ## the split service beside a loop over transformers
 	$(BIN)/python -m benchmarks.serve $(ARGS)
 
+bench-engine: install-dev  ## KV memory and scheduling beside the plain ways, some minutes (ARGS="--only memory")
+	$(BIN)/python -m benchmarks.engine $(ARGS)
+
 clean:  ## removes the virtual environment and all caches of the tools (not the models)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -60,7 +63,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 
 $(VENV)/.stamp-install: pyproject.toml $(VENV)/.stamp-torch
 	@echo "== installing Tandem"
-	@$(PIP) install -qq --editable .
+	@$(PIP) install -qq --editable '.[plot]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-install

@@ -12,6 +12,7 @@ import difflib
 import os
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError, field_validator
@@ -27,6 +28,9 @@ ENV_PREFIX = "TANDEM_"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Share = Annotated[float, Field(gt=0, le=1)]
+PreemptionMode = Literal["recompute", "swap", "auto"]
+SchedulingPolicy = Literal["priority", "fcfs"]
 Endpoints = Annotated[tuple[str, ...], NoDecode]  # NoDecode: "a,b" is split by us, not read as JSON
 
 _ENDPOINT_SCHEMES = ("tcp://", "ipc://", "inproc://")
@@ -40,6 +44,18 @@ def default_num_threads() -> int:
 def int_if_digits(value: object) -> object:
     """Flags and environment variables are text; a Literal of numbers wants numbers."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def gibibytes_if_plain(value: object) -> object:
+    """A number without a unit counts GiB, as vLLM's --swap-space does; one over a million can only mean bytes."""
+    if isinstance(value, str) and value.replace(".", "", 1).isdecimal():
+        value = float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value * 2**30 if value < 2**20 else value)
+    return value
+
+
+GibibytesOrSize = Annotated[ByteSize, BeforeValidator(gibibytes_if_plain)]
 
 
 def split_endpoints(value: object) -> object:
@@ -107,15 +123,46 @@ class EngineFlags(ModelFlags):
     block_size: Annotated[Literal[8, 16, 32], BeforeValidator(int_if_digits)] = Field(
         16, description="tokens in a KV block; the same on every node of a cluster"
     )
-    num_gpu_blocks_override: int | None = Field(None, ge=2, description="number of KV blocks, whatever memory allows")
-    kv_cache_memory_bytes: ByteSize | None = Field(
-        None, gt=0, description="memory for KV blocks, such as 2GiB; default: a share of what is free"
+    gpu_memory_utilization: Share = Field(
+        0.9, description="share of a GPU's memory for weights, activations and KV blocks; on a CPU the next flag rules"
     )
+    cpu_memory_utilization: Share = Field(
+        0.2, description="the same on a CPU, of the memory this process may use; several nodes share a machine"
+    )
+    kv_cache_memory_bytes: ByteSize | None = Field(
+        None, gt=0, description="memory for KV blocks, such as 2GiB; default: what the shares above leave"
+    )
+    num_gpu_blocks_override: int | None = Field(None, ge=2, description="number of KV blocks, whatever memory allows")
     enable_prefix_caching: bool = Field(True, description="keep finished blocks and reuse them for equal prefixes")
+    swap_space: GibibytesOrSize | None = Field(
+        None,
+        ge=0,
+        description="host memory for the blocks of preempted requests, such as 4GiB (a plain number counts GiB);"
+        " default: an eighth of what the shares above leave, 0 beside a size that was given",
+    )
+    preemption_mode: PreemptionMode = Field(
+        "auto", description="what happens to a preempted request's KV; auto takes what costs less, as measured"
+    )
+
     max_num_batched_tokens: int = Field(
         128, ge=1, description="token budget of a step; a larger one is faster in total and lets streams wait longer"
     )
     max_num_seqs: int = Field(64, ge=1, description="most requests that run at once")
+    enable_chunked_prefill: bool = Field(
+        True,
+        description="compute long prompts in chunks, beside streams; off: whole, in a budget of the context's length",
+    )
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="most tokens of one prompt in a step, so that short ones pass by; 0: the budget alone"
+    )
+    max_num_partial_prefills: int = Field(4, ge=1, description="most prompts that are partly computed at once")
+    scheduling_policy: SchedulingPolicy = Field(
+        "priority", description="who goes first: smaller priority, then earlier; fcfs ignores priorities"
+    )
+
+    record_steps: Path | None = Field(
+        None, description="file that gets one line of JSON for each step; `tandem steps FILE` draws it"
+    )
 
     @property
     def resolved_num_threads(self) -> int:
@@ -248,6 +295,8 @@ def _without_annotated(annotation: Any) -> Any:
 def _metavar(name: str, annotation: Any) -> str:
     if annotation is ByteSize:
         return "SIZE"
+    if annotation is Path:
+        return "PATH"
     return "N" if annotation in (int, float) else name.rsplit("_", 1)[-1].upper()
 
 

@@ -55,18 +55,26 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Load now, and counters since the node's start."""
+    """Load now, and counters since the node's start.
+
+    num_unused_slots: slots of allocated blocks that hold no KV. num_preemptions: those by swap included.
+    """
 
     num_running: Count = 0
     num_waiting: Count = 0
     num_waiting_for_kv: Count = 0
+    num_swapped: Count = 0
     num_queued_tokens: Count = 0
     num_free_blocks: Count = 0
     num_blocks: Count = 0
     num_held_blocks: Count = 0
+    num_unused_slots: Count = 0
+    num_host_blocks: Count = 0
+    num_free_host_blocks: Count = 0
     prefix_cache_queries: Count = 0
     prefix_cache_hits: Count = 0
     num_preemptions: Count = 0
+    num_swap_preemptions: Count = 0
 
 
 class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -218,8 +226,12 @@ class Drain(_Message, frozen=True):
     grace_seconds: Seconds = 60.0
 
 
+class ResetPrefixCache(_Message, frozen=True):
+    """Forget all finished blocks; later requests find none of them."""
+
+
 NodeMessage = Hello | Status | Accepted | Rejected | Outputs | Goodbye
-ProxyMessage = Welcome | Heartbeat | Rehello | Refused | Decode | Abort | Resend | Drain
+ProxyMessage = Welcome | Heartbeat | Rehello | Refused | Decode | Abort | Resend | Drain | ResetPrefixCache
 
 _M = TypeVar("_M")
 

@@ -12,9 +12,11 @@ from typing import Any, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from common.kv_layout import KVLayout
 from common.messages import NodeStats, Role
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -25,6 +27,7 @@ GAP_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.
 LATENCY_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_BUCKETS = (.001, .0025, .005, .01, .015, .02, .03, .04, .06, .08, .1, .15, .25, .5, 1, 2.5, 5, 10)
 # fmt: on
 
 
@@ -50,6 +53,9 @@ TPOT = Metric(
     "(last output - first output) / (outputs - 1), one per request",
     buckets=GAP_BUCKETS,
 )
+OLDER_TPOT = Metric(
+    "histogram", "vllm:time_per_output_token_seconds", f"Older name of {TPOT.name}", buckets=GAP_BUCKETS
+)
 E2E_LATENCY = Metric("histogram", "vllm:e2e_request_latency_seconds", "Arrival to end", buckets=LATENCY_BUCKETS)
 QUEUE_TIME = Metric("histogram", "vllm:request_queue_time_seconds", "Arrival to placement", buckets=LATENCY_BUCKETS)
 PREFILL_TIME = Metric(
@@ -65,7 +71,14 @@ REQUEST_GENERATION_TOKENS = Metric(
     "histogram", "vllm:request_generation_tokens", "Tokens of an answer", buckets=TOKEN_BUCKETS
 )
 ITERATION_TOKENS = Metric(
-    "histogram", "vllm:iteration_tokens_total", "Tokens computed in an engine step", buckets=STEP_TOKEN_BUCKETS
+    "histogram",
+    "vllm:iteration_tokens_total",
+    "Tokens computed in an engine step",
+    ("node", "role"),
+    STEP_TOKEN_BUCKETS,
+)
+STEP_SECONDS = Metric(
+    "histogram", "tandem:step_seconds", "An engine step: schedule, execute, update", ("node", "role"), STEP_BUCKETS
 )
 LEGS = Metric("counter", "tandem:request_legs", "Placements of requests on decode nodes, by cause", ("cause",))
 BAD_MESSAGES = Metric("counter", "tandem:control_messages_dropped", "Control messages dropped as not valid")
@@ -119,7 +132,7 @@ class NodeSample:
     node: str
     role: Role
     stats: NodeStats
-    block_size: int
+    layout: KVLayout
 
 
 def _used_fraction(stats: NodeStats) -> float:
@@ -135,14 +148,31 @@ _GAUGES: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
         "Requests that wait, on nodes and at the proxy",
         lambda stats: stats.num_waiting + stats.num_waiting_for_kv,
     ),
+    ("vllm:num_requests_swapped", "Requests whose KV waits in host memory", lambda stats: stats.num_swapped),
     ("vllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1", _used_fraction),
     ("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc", _used_fraction),
+    ("tandem:kv_cache_unused_slots", "Slots of allocated blocks without KV", lambda stats: stats.num_unused_slots),
+    ("tandem:swap_blocks", "Blocks that the swap space has", lambda stats: stats.num_host_blocks),
+    ("tandem:swap_blocks_free", "Blocks that are free in the swap space", lambda stats: stats.num_free_host_blocks),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", lambda stats: stats.prefix_cache_queries),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", lambda stats: stats.prefix_cache_hits),
     ("vllm:num_preemptions", "Preempted requests", lambda stats: stats.num_preemptions),
 )
+_PREEMPTION_MODES: tuple[tuple[str, Callable[[NodeStats], float]], ...] = (
+    ("recompute", lambda stats: stats.num_preemptions - stats.num_swap_preemptions),
+    ("swap", lambda stats: stats.num_swap_preemptions),
+)
+
+
+def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """What /metrics answers, and its content type: the plain text format, whatever the scraper accepts.
+
+    In OpenMetrics prometheus_client writes vllm_x for vllm:x unless it is told not to, which older scrapers do not.
+    """
+    encode, content_type = choose_encoder("")
+    return encode(registry), content_type
 
 
 class NodeStatsCollector(Collector):
@@ -173,6 +203,7 @@ class NodeStatsCollector(Collector):
             counter = CounterMetricFamily(name, documentation, labels=_NODE_LABELS)
             self._fill(counter, samples, value)
             yield counter
+        yield self._preemptions(samples)
         yield self._cache_config(samples)
 
     def _fill(
@@ -184,11 +215,23 @@ class NodeStatsCollector(Collector):
         for sample in samples:
             family.add_metric(self._labels(sample), value(sample.stats))
 
+    def _preemptions(self, samples: list[NodeSample]) -> CounterMetricFamily:
+        labels = (*_NODE_LABELS, "mode")
+        family = CounterMetricFamily(
+            "tandem:preemptions", "Preempted requests by what became of their KV", labels=labels
+        )
+        for sample in samples:
+            for mode, value in _PREEMPTION_MODES:
+                family.add_metric([*self._labels(sample), mode], value(sample.stats))
+        return family
+
     def _cache_config(self, samples: list[NodeSample]) -> GaugeMetricFamily:
-        names = (*_NODE_LABELS, "block_size", "num_gpu_blocks")
+        names = (*_NODE_LABELS, "block_size", "cache_dtype", "num_gpu_blocks", "num_cpu_blocks")
         family = GaugeMetricFamily("vllm:cache_config_info", "KV cache of each node; always 1", labels=names)
         for sample in samples:
-            family.add_metric([*self._labels(sample), str(sample.block_size), str(sample.stats.num_blocks)], 1)
+            layout, stats = sample.layout, sample.stats
+            values = (layout.block_size, layout.dtype, stats.num_blocks, stats.num_host_blocks)
+            family.add_metric([*self._labels(sample), *map(str, values)], 1)
         return family
 
     def _labels(self, sample: NodeSample) -> list[str]:

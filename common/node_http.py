@@ -1,10 +1,11 @@
-"""The small HTTP server that every node has: /health, /ready and /metrics for probes, launchers and Prometheus.
+"""The small HTTP server that every node has, for probes, launchers, Prometheus and operators.
 
-    /health    200 while the process answers at all
-    /ready     200 when the node can take work, else 503 with the reason
-    /metrics   the registry in the Prometheus text format
+    /health                     200 while the process answers at all
+    /ready                      200 when the node can take work, else 503 with the reason
+    /metrics                    the registry in the Prometheus text format
+    POST /reset_prefix_cache    empties the node's prefix cache; requests that come later find nothing from before
 
-It knows no engine and no proxy: whoever starts it says what "ready" means.
+It knows no engine and no proxy: whoever starts it says what "ready" and "reset" mean.
 """
 
 from __future__ import annotations
@@ -15,30 +16,47 @@ from typing import Self
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from common.errors import ConfigError
+from common.metrics import exposition
 
 Readiness = Callable[[], str | None]
 """None when the node can take work, otherwise why not (one line)."""
 
 
-def make_app(readiness: Readiness, registry: CollectorRegistry) -> web.Application:
+def make_app(
+    readiness: Readiness, registry: CollectorRegistry, reset_prefix_cache: Callable[[], None]
+) -> web.Application:
     probes = _Probes(readiness, registry)
+
+    async def reset(_: web.Request) -> web.Response:
+        reset_prefix_cache()
+        return web.json_response({"status": "ok"})
+
     app = web.Application()
     app.router.add_get("/health", probes.health)
     app.router.add_get("/ready", probes.ready)
     app.router.add_get("/metrics", probes.metrics)
+    app.router.add_post("/reset_prefix_cache", reset)
     return app
 
 
 class NodeHttpServer:
     """Serves `make_app` from `start` to `stop`; also an async context manager. Port 0 takes any free port."""
 
-    def __init__(self, host: str, port: int, *, readiness: Readiness, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        readiness: Readiness,
+        registry: CollectorRegistry,
+        reset_prefix_cache: Callable[[], None],
+    ) -> None:
         self._host = host
         self._requested_port = port
-        self._runner = web.AppRunner(make_app(readiness, registry), access_log=None, shutdown_timeout=1.0)
+        app = make_app(readiness, registry, reset_prefix_cache)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     @property
     def port(self) -> int:
@@ -90,6 +108,6 @@ class _Probes:
             return web.json_response({"status": "ready"})
         return web.json_response({"status": "not ready", "reason": reason}, status=503)
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+    async def metrics(self, _: web.Request) -> web.Response:
+        body, content_type = exposition(self._registry)
+        return web.Response(body=body, headers={"Content-Type": content_type})

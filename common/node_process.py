@@ -93,10 +93,10 @@ def make_hello(
 
 
 def node_metrics(
-    role: m.Role, flags: NodeFlags, instance_id: str, block_size: int, stats: Callable[[], m.NodeStats]
+    role: m.Role, flags: NodeFlags, instance_id: str, layout: KVLayout, stats: Callable[[], m.NodeStats]
 ) -> Metrics:
     """The node's registry, with its load and counters read at each scrape."""
     metrics = Metrics(flags.public_model_name)
-    sample = lambda: [NodeSample(instance_id, role, stats(), block_size)]  # noqa: E731
+    sample = lambda: [NodeSample(instance_id, role, stats(), layout)]  # noqa: E731
     metrics.registry.register(NodeStatsCollector(flags.public_model_name, sample))
     return metrics

@@ -18,6 +18,7 @@ class RequestStatus(enum.Enum):
     WAITING_FOR_KV = "waiting_for_kv"  # blocks reserved, another node's KV on its way into them
     RUNNING = "running"
     PREEMPTED = "preempted"  # blocks dropped, waits to be computed again
+    SWAPPED = "swapped"  # blocks' content in host memory, waits for room to go on
     FINISHED = "finished"
 
 
@@ -36,7 +37,8 @@ class Request:
     wants_remote_kv: its prompt's KV will be fetched: the scheduler reserves blocks and does not compute.
     want_all_hidden: hidden states of all tokens are wanted, not only of the last (no prefix hits are used then).
     wants_cached_only: a computation that computes nothing: it pins and reports what the prefix cache has, and ends.
-    order: first come, first served; given by the scheduler when it takes the request, smaller goes first.
+    adapter: content digest of the LoRA adapter it is computed with, empty for the base model.
+    precedence: (priority, arrival number), given by the scheduler when it takes the request; smaller goes first.
     num_cached_tokens: tokens whose KV was found in this node's prefix cache at first admission.
     """
 
@@ -47,13 +49,14 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     max_num_tokens: int = 2**31
     cache_salt: str = ""
+    adapter: str = ""
     priority: int = 0
     arrival_time: float = 0.0
     wants_remote_kv: bool = False
     want_all_hidden: bool = False
     wants_cached_only: bool = False
 
-    order: int = 0
+    precedence: tuple[int, int] = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None

@@ -11,6 +11,7 @@ from common.control import ControlClient
 from common.engine.async_engine import AsyncEngine
 from common.engine.build import EngineParts, build_engine
 from common.engine.events import Event
+from common.engine.step_observers import observed_steps
 from common.node_http import NodeHttpServer
 from common.node_process import make_failure, make_hello, make_readiness, node_metrics, run_node_process
 from common.node_service import serve_until_stopped
@@ -41,7 +42,7 @@ async def run(flags: DecodeConfig) -> None:
         return control.send(proxy_id, message)
 
     engine = AsyncEngine(parts.engine, on_events, on_failure=report_failure, name="decode-engine")
-    metrics = node_metrics("decode", flags, instance_id, parts.layout.block_size, engine.stats)
+    metrics = node_metrics("decode", flags, instance_id, parts.layout, engine.stats)
     metrics.registry.register(TransferCollector(client.stats, "client"))
     node = DecodeNode(
         engine=engine,
@@ -62,18 +63,23 @@ async def run(flags: DecodeConfig) -> None:
     )
     control = ControlClient(instance_id, flags.proxy, node)
 
-    client.start()
-    engine.start()
-    try:
-        log.info("decode node %s starts", instance_id)
-        http = NodeHttpServer(
-            flags.host, flags.port, readiness=make_readiness(control, failure), registry=metrics.registry
-        )
-        await serve_until_stopped(node, control, http=http, failure=failure, grace_seconds=flags.drain_seconds)
-    finally:
-        node.abort_all()
-        await asyncio.to_thread(client.close)
-        await asyncio.to_thread(engine.stop)
+    with observed_steps(parts.engine, flags, metrics, instance_id, "decode"):
+        client.start()
+        engine.start()
+        try:
+            log.info("decode node %s starts", instance_id)
+            http = NodeHttpServer(
+                flags.host,
+                flags.port,
+                readiness=make_readiness(control, failure),
+                registry=metrics.registry,
+                reset_prefix_cache=engine.reset_prefix_cache,
+            )
+            await serve_until_stopped(node, control, http=http, failure=failure, grace_seconds=flags.drain_seconds)
+        finally:
+            node.abort_all()
+            await asyncio.to_thread(client.close)
+            await asyncio.to_thread(engine.stop)
 
 
 def _limits(flags: DecodeConfig, parts: EngineParts) -> DecodeLimits:

@@ -97,6 +97,8 @@ class DecodeNode:
             self._resend(proxy_id, message)
         elif isinstance(message, m.Drain):
             self.drain()
+        elif isinstance(message, m.ResetPrefixCache):
+            self._engine.reset_prefix_cache()
 
     def acknowledged(self, proxy_id: str, sequence: int) -> None:
         self._log.acknowledge(proxy_id, sequence, self._clock.now())

@@ -73,10 +73,17 @@ def paged_attention(q: torch.Tensor, pool: torch.Tensor, layer: int, plan: Atten
     return out
 
 
-def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    """Whole blocks, all layers: pool[destinations[i]] = pool[sources[i]]; all are read before any is written."""
-    _check(sources.dim() == 1 and sources.shape == destinations.shape, "copy_blocks", sources, destinations)
-    implementation("copy_blocks", pool.device.type)(pool, sources, destinations)
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Whole blocks, all layers: target[pairs[i, 1]] = source[pairs[i, 0]] for pairs int64 [N, 2], in this order: within
+    one pool a block may be read before it is written, and never after."""
+    _check(
+        pairs.dim() == 2 and pairs.shape[1] == 2 and source.shape[1:] == target.shape[1:],
+        "copy_blocks",
+        source,
+        target,
+        pairs,
+    )
+    implementation("copy_blocks", target.device.type)(source, target, pairs)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,10 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, layer: int, p
     slots.index_put_((plan.value_rows,), v.to(pool.dtype))
 
 
-def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    pool.index_copy_(0, destinations, pool.index_select(0, sources))
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Block by block: each is one contiguous piece, and gathering them first would copy everything twice."""
+    for from_block, to_block in pairs.tolist():
+        target[to_block].copy_(source[from_block])
 
 
 def paged_attention(q: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ from common.control import ControlClient
 from common.engine.async_engine import AsyncEngine
 from common.engine.build import build_engine
 from common.engine.events import Event
+from common.engine.step_observers import observed_steps
 from common.node_http import NodeHttpServer
 from common.node_process import make_failure, make_hello, make_readiness, node_metrics, run_node_process
 from common.node_service import serve_until_stopped
@@ -46,29 +47,33 @@ async def run(flags: PrefillConfig) -> None:
         flags.lease_seconds,
         hold_seconds=flags.hold_seconds,
     )
-    endpoints = server.start()
-    if flags.fetch_advertise is not None:
-        endpoints = list(check_endpoints((flags.fetch_advertise,)))
-    engine.start()
-    try:
-        log.info("prefill node %s serves fetches at %s", instance_id, ", ".join(endpoints))
-        hello = make_hello(
-            "prefill",
-            flags,
-            parts.layout,
-            vocab_size=parts.model_config.vocab_size,
-            max_model_len=parts.max_model_len,
-            fetch_endpoints=endpoints,
-        )
-        node = PrefillNode(store, stats=engine.stats, hello=hello)
-        control = ControlClient(instance_id, flags.proxy, node)
-        metrics = node_metrics("prefill", flags, instance_id, parts.layout.block_size, engine.stats)
-        metrics.registry.register(TransferCollector(server.stats, "server"))
-
-        http = NodeHttpServer(
-            flags.host, flags.port, readiness=make_readiness(control, failure), registry=metrics.registry
-        )
-        await serve_until_stopped(node, control, http=http, failure=failure, grace_seconds=flags.drain_seconds)
-    finally:
-        await asyncio.to_thread(server.close)
-        await asyncio.to_thread(engine.stop)
+    metrics = node_metrics("prefill", flags, instance_id, parts.layout, engine.stats)
+    metrics.registry.register(TransferCollector(server.stats, "server"))
+    with observed_steps(parts.engine, flags, metrics, instance_id, "prefill"):
+        endpoints = server.start()
+        if flags.fetch_advertise is not None:
+            endpoints = list(check_endpoints((flags.fetch_advertise,)))
+        engine.start()
+        try:
+            log.info("prefill node %s serves fetches at %s", instance_id, ", ".join(endpoints))
+            hello = make_hello(
+                "prefill",
+                flags,
+                parts.layout,
+                vocab_size=parts.model_config.vocab_size,
+                max_model_len=parts.max_model_len,
+                fetch_endpoints=endpoints,
+            )
+            node = PrefillNode(store, stats=engine.stats, hello=hello, reset_prefix_cache=engine.reset_prefix_cache)
+            control = ControlClient(instance_id, flags.proxy, node)
+            http = NodeHttpServer(
+                flags.host,
+                flags.port,
+                readiness=make_readiness(control, failure),
+                registry=metrics.registry,
+                reset_prefix_cache=engine.reset_prefix_cache,
+            )
+            await serve_until_stopped(node, control, http=http, failure=failure, grace_seconds=flags.drain_seconds)
+        finally:
+            await asyncio.to_thread(server.close)
+            await asyncio.to_thread(engine.stop)

@@ -17,10 +17,12 @@ class PrefillNode:
         *,
         stats: Callable[[], m.NodeStats],
         hello: Callable[[m.NodeStats, list[m.LiveRequest]], m.Hello],
+        reset_prefix_cache: Callable[[], None],
     ) -> None:
         self._store = store
         self._stats = stats
         self._hello = hello
+        self._reset_prefix_cache = reset_prefix_cache
 
     def hello(self, proxy_id: str) -> m.Hello:
         return self._hello(self._stats(), [])
@@ -31,6 +33,8 @@ class PrefillNode:
     def received(self, proxy_id: str, message: m.ProxyMessage) -> None:
         if isinstance(message, m.Drain):
             self.drain()
+        elif isinstance(message, m.ResetPrefixCache):
+            self._reset_prefix_cache()
 
     def acknowledged(self, proxy_id: str, sequence: int) -> None:
         pass  # nothing it sends must be sent again

@@ -26,6 +26,8 @@ from proxy.node_pool import NodePool
 
 log = logging.getLogger(__name__)
 
+_ACKNOWLEDGEMENT_POLL_SECONDS = 0.02
+
 
 class PlacedRequest(Protocol):
     """A request as the control plane sees it (`Dispatcher`). All methods are called on the event loop."""
@@ -131,10 +133,22 @@ class Cluster:
             return None
         return link.sent
 
+    async def reset_prefix_caches(self) -> int:
+        """Tells every joined node to empty its prefix cache; how many were told.
+
+        Comes back when each of them has got the message or is gone, so that no later request finds what was cached.
+        """
+        sent = [(node.instance_id, self.send(node.instance_id, m.ResetPrefixCache())) for node in self.pool]
+        told = [(self._link_of[node_id], node_id, sequence) for node_id, sequence in sent if sequence is not None]
+        for link, node_id, sequence in told:
+            while self._link_of.get(node_id) is link and link.acknowledged < sequence:  # noqa: ASYNC110
+                await asyncio.sleep(_ACKNOWLEDGEMENT_POLL_SECONDS)  # its next Status tells
+        return len(told)
+
     def node_samples(self) -> Iterator[NodeSample]:
         """What /metrics shows of the nodes."""
         for node in self.pool:
-            yield NodeSample(node.instance_id, node.role, node.stats, node.hello.layout.block_size)
+            yield NodeSample(node.instance_id, node.role, node.stats, node.hello.layout)
 
     # --- received ---------------------------------------------------------------------------------------------------
 
@@ -144,8 +158,7 @@ class Cluster:
             return
         now = self._clock.now()
         if isinstance(message, m.Hello):
-            link.received = envelope.sequence
-            link.last_heard = now
+            link.note(envelope, now)
             self._hello(link, envelope, message)
             return
         has_gap = link.note(envelope, now)

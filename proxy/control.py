@@ -29,12 +29,16 @@ CLOSE_LINGER_MILLISECONDS = 200
 
 @dataclass(eq=False)
 class Link:
-    """One connection. `instance_id` is empty until a Hello was accepted on it."""
+    """One connection. `instance_id` is empty until a Hello was accepted on it.
+
+    sent, received: last sequence in each direction. acknowledged: the last of `sent` that the node says it has.
+    """
 
     routing_id: bytes
     instance_id: str = ""
     sent: int = 0
     received: int = 0
+    acknowledged: int = 0
     last_heard: float = 0.0
     rehello_sent_at: float | None = None
     num_bad_messages: int = 0
@@ -49,6 +53,7 @@ class Link:
         """Counts a received message; True when messages before it were lost."""
         has_gap = envelope.sequence != self.received + 1
         self.received = envelope.sequence
+        self.acknowledged = envelope.received
         self.last_heard = now
         return has_gap
 

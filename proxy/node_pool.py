@@ -52,7 +52,7 @@ class Node:
     def num_requests(self) -> int:
         """Requests on the node: our own are known exactly, those of other proxies as of its last Status."""
         stats = self.stats
-        num_reported = stats.num_running + stats.num_waiting + stats.num_waiting_for_kv
+        num_reported = stats.num_running + stats.num_waiting + stats.num_waiting_for_kv + stats.num_swapped
         return self.num_own_requests + max(0, num_reported - self._num_own_at_status)
 
     @property

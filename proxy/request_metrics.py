@@ -73,7 +73,8 @@ class RequestTrace:
         if self._first is not None and self._last is not None:
             self._observe(names.DECODE_TIME, self._last - self._first)
             if self._num_outputs > 1:
-                self._observe(names.TPOT, (self._last - self._first) / (self._num_outputs - 1))
+                for metric in (names.TPOT, names.OLDER_TPOT):
+                    self._observe(metric, (self._last - self._first) / (self._num_outputs - 1))
 
     def _observe(self, metric: names.Metric, value: float) -> None:
         self._metrics.histogram(metric).observe(value)

@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from common.errors import ModelNotFoundError, TandemError
+from common.metrics import exposition
 from proxy.cluster import Cluster
 from proxy.generation import Generation, Generator
 from proxy.middleware import error_body, request_id_of
@@ -76,6 +76,7 @@ class Routes:
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
             web.get("/version", self.version),
+            web.post("/reset_prefix_cache", self.reset_prefix_cache),
         ]
 
     # --- generation -------------------------------------------------------------------------------------------------
@@ -231,9 +232,15 @@ class Routes:
             return json_response({"status": "not ready", "reason": "no decode node is ready"}, status=503)
         return json_response({"status": "ready"})
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self.registry), headers={"Content-Type": content_type})
+    async def metrics(self, _: web.Request) -> web.Response:
+        body, content_type = exposition(self.registry)
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def version(self, _: web.Request) -> web.Response:
         return json_response({"version": package_version()})
+
+    # --- operation --------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        """Empties the prefix cache of every node; nothing that was cached before is found after the answer."""
+        return json_response({"status": "ok", "num_nodes": await self.cluster.reset_prefix_caches()})

@@ -15,6 +15,7 @@ commands:
   proxy     one proxy: the OpenAI API, routing
   prefill   one prefill node: reads prompts, serves their KV blocks
   decode    one decode node: owns requests, samples every token
+  steps     draws what a node did, step by step, from the file of --record-steps
   env       what this machine and this installation offer
 
 tandem COMMAND --help lists the flags of a command.
@@ -35,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tandem.serve import main as serve
 
         return serve(rest)
+    if command == "steps":
+        from tandem.steps import main as draw_steps
+
+        return draw_steps(rest)
     if command == "env":
         from tandem.environment import main as show_environment
 
@@ -47,5 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv = [f"tandem {command}", *rest]
         runpy.run_module(_MODULES[command], run_name="__main__")
         return 0
-    print(f"tandem: unknown command {command!r}, must be one of serve, {', '.join(_MODULES)}, env", file=sys.stderr)
+    known = ", ".join(("serve", *_MODULES, "steps", "env"))
+    print(f"tandem: unknown command {command!r}, must be one of {known}", file=sys.stderr)
     return 2

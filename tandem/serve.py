@@ -27,8 +27,9 @@ from tandem.config import ServeConfig
 from tandem.supervisor import Supervisor
 
 _CONTROL_PORT: Final = 8100
+_MEMORY_OF_NODES: Final = 0.8
 _EXIT_SECONDS: Final = 1.0  # beyond its drain, for a process to leave by itself
-_PASSED_ON = set(EngineFlags.model_fields) - {"model", "served_model_name", "num_threads"}
+_PASSED_ON = set(EngineFlags.model_fields) - {"model", "served_model_name", "num_threads", "record_steps"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,8 +78,11 @@ def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> lis
     proxy += ["--shutdown-grace-seconds", grace]
     logging = ["--log-level", config.log_level]
     specs = [_spec("proxy", "proxy", url, [*names, *proxy, *logging, *config.proxy_args])]
-    threads = ["--num-threads", str(config.num_threads or threads_per_node(config.prefill + config.decode))]
-    engine = [*names, "--proxy", control, *threads, *to_flags(config, _PASSED_ON)]
+    num_nodes = config.prefill + config.decode
+    shares = ["--num-threads", str(config.num_threads or threads_per_node(num_nodes))]
+    if "cpu_memory_utilization" not in config.model_fields_set:
+        shares += ["--cpu-memory-utilization", f"{memory_per_node(num_nodes, config.cpu_memory_utilization):.4f}"]
+    engine = [*names, "--proxy", control, *shares, *to_flags(config, _PASSED_ON)]
     for role, count, extra in (
         ("prefill", config.prefill, config.prefill_args),
         ("decode", config.decode, config.decode_args),
@@ -87,12 +91,24 @@ def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> lis
             node_port = available_port("127.0.0.1", 0)
             http = ["--host", "127.0.0.1", "--port", str(node_port), "--fetch-port", "0", "--drain-seconds", grace]
             name = f"{role}-{i}" if count > 1 else role
-            specs.append(_spec(name, role, f"http://127.0.0.1:{node_port}", [*engine, *http, *logging, *extra]))
+            recording = _recording_flags(config.record_steps, name)
+            flags = [*engine, *http, *recording, *logging, *extra]
+            specs.append(_spec(name, role, f"http://127.0.0.1:{node_port}", flags))
     return specs
+
+
+def _recording_flags(path: Path | None, name: str) -> list[str]:
+    """Each node records into a file of its own: its name stands before the suffix."""
+    return [] if path is None else ["--record-steps", str(path.with_name(f"{path.stem}.{name}{path.suffix}"))]
 
 
 def threads_per_node(num_nodes: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_nodes)
+
+
+def memory_per_node(num_nodes: int, most: float) -> float:
+    """Share of the machine's memory for each node: all of them together leave the rest of the machine its part."""
+    return min(most, _MEMORY_OF_NODES / num_nodes)
 
 
 def available_port(host: str, port: int) -> int:

@@ -1,4 +1,9 @@
-"""Puts an engine together from a model directory and a node's flags: weights, pool, scheduler, runner."""
+"""Puts an engine together from a model directory and a node's flags.
+
+    flags -> weights -> profiling run -> number of blocks -> pool -> scheduler, runner
+
+Only after the profiling run is known how much memory is left for the pool.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,15 @@ from common.engine.engine import Engine
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
 from common.model_config import ModelConfig, load_model_config
-from common.runner.factory import load_runner, make_layout
+from common.models.llama import Llama
+from common.runner.factory import load_weights, make_layout, make_runner
 from common.runner.kv_cache import KVCache
-from common.runner.memory import num_blocks_that_fit
+from common.runner.memory import MemoryUse, PoolPlan, has_given_size, mib, plan_pool
+from common.runner.process_memory import ProcessMemory
+from common.runner.profile import run_worst_step
+from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
-from common.scheduling.scheduler import Scheduler, SchedulerConfig
+from common.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -37,30 +46,20 @@ def build_engine(model_dir: Path, flags: NodeFlags, *, with_head: bool) -> Engin
     config = load_model_config(model_dir)
     max_model_len = resolve_max_model_len(flags.max_model_len, config)
     layout = make_layout(config, flags.block_size, flags.dtype)
-    num_blocks = flags.num_gpu_blocks_override or num_blocks_that_fit(
-        layout, flags.kv_cache_memory_bytes, max_model_len=max_model_len
+    limits = _scheduler_config(flags, max_model_len, with_head=with_head)
+    _warn_of_unused_flags(flags)
+    model, use = _load_and_measure(model_dir, config, layout, limits, flags, with_head=with_head)
+    plan = plan_pool(use, layout, flags, limits, with_head=with_head)
+    _log_plan(plan)
+    cache = KVCacheManager(
+        layout,
+        plan.num_blocks,
+        enable_prefix_caching=flags.enable_prefix_caching,
+        num_host_blocks=plan.num_host_blocks,
     )
-    runner, kv_cache = load_runner(
-        model_dir, config, layout, num_blocks, with_head=with_head, num_threads=flags.resolved_num_threads
-    )
-    cache = KVCacheManager(layout, num_blocks, enable_prefix_caching=flags.enable_prefix_caching)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_batched_tokens=flags.max_num_batched_tokens,
-            max_num_seqs=flags.max_num_seqs,
-            max_model_len=max_model_len,
-        ),
-        cache,
-    )
-    log.info(
-        "KV pool: %d blocks of %d tokens, %.2f GiB; a full-length request of %d tokens fits %.1f times",
-        cache.pool.num_usable,
-        layout.block_size,
-        num_blocks * layout.block_bytes / 2**30,
-        max_model_len,
-        cache.capacity_tokens / max_model_len,
-    )
-    return EngineParts(Engine(scheduler, runner), kv_cache, layout, config, max_model_len)
+    kv_cache = KVCache(layout, plan.num_blocks, plan.num_host_blocks)
+    engine = Engine(Scheduler(limits, cache), make_runner(model, kv_cache))
+    return EngineParts(engine, kv_cache, layout, config, max_model_len)
 
 
 def resolve_max_model_len(wanted: int | None, config: ModelConfig) -> int:
@@ -69,3 +68,75 @@ def resolve_max_model_len(wanted: int | None, config: ModelConfig) -> int:
     if wanted is not None and wanted > longest:
         raise ConfigError(f"--max-model-len is {wanted}, the model's context has {longest} tokens")
     return wanted or longest
+
+
+def _scheduler_config(flags: NodeFlags, max_model_len: int, *, with_head: bool) -> SchedulerConfig:
+    """A node without a head preempts nobody and has no host pool, whatever the flags of its cluster say."""
+    return SchedulerConfig(
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        max_num_seqs=flags.max_num_seqs,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=flags.enable_chunked_prefill,
+        long_prefill_token_threshold=flags.long_prefill_token_threshold,
+        max_num_partial_prefills=flags.max_num_partial_prefills,
+        scheduling_policy=flags.scheduling_policy,
+        preemption_mode=flags.preemption_mode if with_head else "recompute",
+    )
+
+
+def _warn_of_unused_flags(flags: NodeFlags) -> None:
+    if "gpu_memory_utilization" in flags.model_fields_set:
+        log.warning(
+            "--gpu-memory-utilization has no effect: this engine computes on the CPU, where"
+            " --cpu-memory-utilization (now %g) rules",
+            flags.cpu_memory_utilization,
+        )
+
+
+def _load_and_measure(
+    model_dir: Path,
+    config: ModelConfig,
+    layout: KVLayout,
+    limits: SchedulerConfig,
+    flags: NodeFlags,
+    *,
+    with_head: bool,
+) -> tuple[Llama, MemoryUse]:
+    memory = ProcessMemory()
+    process_bytes = memory.held_bytes()
+    model = load_weights(
+        model_dir,
+        config,
+        flags.dtype,
+        with_head=with_head,
+        num_threads=flags.resolved_num_threads,
+        max_model_len=flags.max_model_len,
+    )
+    weight_bytes = memory.held_bytes() - process_bytes
+    peak = None
+    if not has_given_size(flags):
+        peak = memory.measure_peak(lambda: run_worst_step(model, layout, limits))
+    return model, MemoryUse(memory.limit(), memory.free(), process_bytes, weight_bytes, peak)
+
+
+def _log_plan(plan: PoolPlan) -> None:
+    log.info("KV memory, line by line:")
+    for line in plan.lines:
+        log.info("%s", line)
+    log.info(
+        "KV pool: %d blocks of %d tokens (%s each); %.1f full-length requests of %d tokens fit",
+        plan.num_usable,
+        plan.layout.block_size,
+        mib(plan.layout.block_bytes),
+        plan.num_full_length,
+        plan.max_model_len,
+    )
+    if plan.num_host_blocks:
+        log.info("host pool: %d blocks for preempted requests", plan.num_host_blocks)
+    if plan.capacity_tokens < plan.max_model_len:
+        log.warning(
+            "requests longer than %d tokens are refused, prompt and answer: the KV pool holds no more"
+            " (--num-gpu-blocks-override); --max-model-len is %d",
+            plan.capacity_tokens,
+            plan.max_model_len,
+        )

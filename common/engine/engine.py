@@ -12,8 +12,10 @@ tensor: the runner is given to it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from common.clock import Clock, SystemClock
 from common.engine.events import (
     BlocksFilledEvent,
     ComputedEvent,
@@ -26,6 +28,8 @@ from common.engine.events import (
     RevokedEvent,
 )
 from common.engine.inbox import HiddenInbox
+from common.engine.step_record import StepRecord
+from common.engine.step_timer import StepTimer
 from common.messages import NodeStats
 from common.request import Request
 from common.scheduling.output import Runner, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
@@ -38,8 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, clock: Clock | None = None) -> None:
         self.scheduler = scheduler
+        self._timer = StepTimer(clock or SystemClock())
+        self._observers: list[Callable[[StepRecord], None]] = []
         self.inbox = HiddenInbox(scheduler.accepts_hidden)
         self._runner = runner
         self._unwanted: set[str] = set()  # ended by a command that is not applied yet
@@ -93,6 +99,10 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
 
+    def observe_steps(self, observer: Callable[[StepRecord], None]) -> None:
+        """`observer` is called after each executed step, by whoever runs it."""
+        self._observers.append(observer)
+
     # --- from any thread --------------------------------------------------------------------------------------------
 
     def mark_unwanted(self, request_id: str) -> None:
@@ -110,19 +120,22 @@ class Engine:
 
     def schedule(self) -> tuple[SchedulerOutput, list[Event]]:
         """First beat. Its events need not wait for the computing: fetches and sends can go on meanwhile."""
+        self._timer.start_schedule()
         batch = self.scheduler.schedule()
         events: list[Event] = []
         for request in batch.started:
             events += self._started(request)
         events += [self._reserved(request) for request in batch.reserved]
         events += [RevokedEvent(request.request_id) for request in batch.revoked]
+        self._timer.end_schedule()
         return batch, events
 
     def execute(self, batch: SchedulerOutput) -> list[Event]:
         """Second and third beat. A runner that raises fails the requests of this step, and no other."""
-        if not batch.scheduled and not self.inbox:
+        if not batch.needs_runner and not self.inbox:
             return []
         self.inbox.open()
+        self._timer.start_execute()
         self._in_flight = tuple(rows.request.request_id for rows in batch.scheduled)
         try:
             result = self._runner.execute(batch, self.inbox, self._is_unwanted)
@@ -132,12 +145,32 @@ class Engine:
             return self._fail(batch, error)
         finally:
             self._in_flight = ()
+        self._timer.end_execute()
+        self._learn(batch, result)
+        events = self._update(batch, result)
+        self._show_observers(batch, result)
+        return events
+
+    def _show_observers(self, batch: SchedulerOutput, result: StepResult) -> None:
+        if not self._observers:
+            return
+        num_cached = self.scheduler.cache.pool.num_free_cached
+        record = self._timer.record(batch, result, len(self.inbox.taken()), num_cached, self.scheduler.stats())
+        for observer in self._observers:
+            observer(record)
+
+    def _learn(self, batch: SchedulerOutput, result: StepResult) -> None:
+        """What computing and copying cost here, for whoever has to choose between them."""
+        costs = self.scheduler.costs
+        if num_copied := len(batch.swap_outs) + len(batch.swap_ins):
+            costs.swap.observe(num_copied, result.swap_seconds)
+        if batch.scheduled and not result.is_cancelled:
+            costs.compute.observe(batch.num_scheduled_tokens, self._timer.execute_seconds - result.swap_seconds)
+
+    def _update(self, batch: SchedulerOutput, result: StepResult) -> list[Event]:
         if result.is_cancelled:
             self.inbox.give_back()
             return []
-        return self._update(batch, result)
-
-    def _update(self, batch: SchedulerOutput, result: StepResult) -> list[Event]:
         appended = self.scheduler.update(batch, result)
         events: list[Event] = [_output(request, token) for request, token in appended]
         for rows in batch.scheduled:
@@ -146,6 +179,7 @@ class Engine:
         return events
 
     def _fail(self, batch: SchedulerOutput, error: Exception) -> list[Event]:
+        self.scheduler.forget_swap_outs(batch)
         events: list[Event] = []
         for request in [*(rows.request for rows in batch.scheduled), *self.inbox.taken()]:
             self.scheduler.fail(request)

@@ -1,4 +1,4 @@
-"""Makes a runner and its pool from a model directory."""
+"""Makes a model, a layout and a runner from a model directory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from common.kv_layout import KVDType, KVLayout
 from common.model_config import ModelConfig
+from common.models.llama import Llama
 from common.models.loader import load_model
 from common.runner.kv_cache import TORCH_DTYPES, KVCache
 from common.runner.model_runner import ModelRunner
@@ -25,19 +26,20 @@ def make_layout(config: ModelConfig, block_size: int, dtype: KVDType) -> KVLayou
     )
 
 
-def load_runner(
+def load_weights(
     model_dir: Path,
     config: ModelConfig,
-    layout: KVLayout,
-    num_blocks: int,
+    dtype: KVDType,
     *,
     with_head: bool,
     num_threads: int,
     max_model_len: int | None = None,
-) -> tuple[ModelRunner, KVCache]:
+) -> Llama:
     """Sets the number of threads of this process's torch. Raises CheckpointError."""
     torch.set_num_threads(num_threads)
-    dtype = TORCH_DTYPES[layout.dtype]
-    model = load_model(model_dir, config, dtype=dtype, has_head=with_head, max_positions=max_model_len)
-    kv_cache = KVCache(layout, num_blocks)
-    return ModelRunner(model, kv_cache, Sampler() if with_head else None), kv_cache
+    return load_model(model_dir, config, dtype=TORCH_DTYPES[dtype], has_head=with_head, max_positions=max_model_len)
+
+
+def make_runner(model: Llama, kv_cache: KVCache) -> ModelRunner:
+    """A model without a head gets no sampler."""
+    return ModelRunner(model, kv_cache, Sampler() if model.has_head else None)

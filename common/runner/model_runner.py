@@ -1,6 +1,7 @@
 """Executes steps: one flat batch through the model, the head for rows that have caught up, one call of the sampler.
 
-    copies -> zero the tails of partial last blocks -> forward, polled between layers -> inbox -> head -> sampler
+    swap out, swap in, copy on write, zero the tails of partial last blocks
+      -> forward, polled between layers -> inbox -> head -> sampler
 
 The inbox is polled just before the head, so that hidden states computed elsewhere join the step in flight, even one
 that has no rows of its own. The runner keeps nothing of a request from one step to the next.
@@ -13,23 +14,25 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from common.clock import Clock, SystemClock
 from common.models.llama import Llama
 from common.request import Request
-from common.runner.input_batch import make_flat_batch
+from common.runner.input_batch import InputBatch
 from common.runner.kv_cache import KVCache
 from common.runner.sampler import Sampler, SamplingRow
 from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
-from kernels.plan import AttentionShape, Scratch
+from kernels.plan import AttentionShape
 
 
 class ModelRunner:
     """sampler: None for a prefill node, which never samples."""
 
-    def __init__(self, model: Llama, kv_cache: KVCache, sampler: Sampler | None) -> None:
+    def __init__(self, model: Llama, kv_cache: KVCache, sampler: Sampler | None, *, clock: Clock | None = None) -> None:
         layout = kv_cache.layout
         self._model = model
         self._kv_cache = kv_cache
         self._sampler = sampler
+        self._clock = clock or SystemClock()
         self._shape = AttentionShape(
             num_layers=layout.num_layers,
             num_heads=model.config.num_heads,
@@ -38,20 +41,31 @@ class ModelRunner:
             head_dim=layout.head_dim,
             dtype=kv_cache.pool.dtype,
         )
-        self._scratch = Scratch()
+        self._input_batch = InputBatch(self._shape)
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput, inbox: Inbox, should_cancel: CancelCheck) -> StepResult:
+        swap_seconds = self._swap(batch)
         self._kv_cache.copy_blocks(batch.copies)
         self._zero_tails(batch.scheduled)
         hidden = None
         if batch.scheduled:
-            flat = make_flat_batch(batch.scheduled, self._shape, self._scratch)
+            flat = self._input_batch.make(batch.scheduled)
             hidden = self._model.forward(flat, self._kv_cache.pool, lambda _layer: not should_cancel())
             if hidden is None:
-                return StepResult(is_cancelled=True)
+                return StepResult(is_cancelled=True, swap_seconds=swap_seconds)
         computed = {} if hidden is None else _computed_rows(batch.scheduled, hidden)
-        return StepResult(sampled=self._sample(batch.scheduled, hidden, inbox), hidden=computed)
+        sampled = self._sample(batch.scheduled, hidden, inbox)
+        return StepResult(sampled=sampled, hidden=computed, swap_seconds=swap_seconds)
+
+    def _swap(self, batch: SchedulerOutput) -> float:
+        """Out before in: a block that one leaves may be the one that another comes into. Returns seconds."""
+        if not (batch.swap_outs or batch.swap_ins):
+            return 0.0
+        start = self._clock.now()
+        self._kv_cache.swap_out(batch.swap_outs)
+        self._kv_cache.swap_in(batch.swap_ins)
+        return self._clock.now() - start
 
     def _zero_tails(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """A computation's partial last block is sent whole: what an earlier owner left in its tail must not leave."""

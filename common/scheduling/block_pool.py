@@ -43,6 +43,11 @@ class BlockPool:
         return self.num_usable - self.num_free
 
     @property
+    def num_free_cached(self) -> int:
+        """Free blocks that the prefix cache can still find."""
+        return len(self._free_cached)
+
+    @property
     def num_cached(self) -> int:
         """Blocks that the prefix cache can find, in use or not."""
         return len(self._cached)

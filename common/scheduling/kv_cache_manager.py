@@ -14,6 +14,7 @@ from common.block_hash import extend_chain, root_hash
 from common.kv_layout import KVLayout
 from common.request import Request
 from common.scheduling.block_pool import BlockPool
+from common.scheduling.swap_space import SwapSpace
 
 Copy = tuple[int, int]
 """(source block, destination block)."""
@@ -37,11 +38,14 @@ class BlockTable:
 class KVCacheManager:
     """Books the pool of one engine. Not thread-safe: it belongs to one scheduler."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
         self.layout = layout
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
+        self.swap_space = SwapSpace(num_host_blocks)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._tables: dict[str, BlockTable] = {}
@@ -68,9 +72,26 @@ class KVCacheManager:
     def num_filled_tokens(self, request_id: str) -> int:
         return self._tables[request_id].num_filled_tokens
 
+    def num_kept_tokens(self, request: Request) -> int:
+        """Leading tokens of a request without blocks whose KV need not be computed: cached here, or on the host."""
+        num_cached = len(self.find_prefix(request)) * self.block_size
+        if request.request_id not in self.swap_space:
+            return num_cached
+        return max(num_cached, self.swap_space.table(request.request_id).num_filled_tokens)
+
     def num_exclusive_blocks(self, request_id: str) -> int:
         """Blocks that would become free with this request."""
         return sum(1 for block_id in self.block_ids(request_id) if self.pool.ref_count(block_id) == 1)
+
+    def num_unused_slots(self) -> int:
+        """Slots of tables' blocks that hold no KV: what paging wastes. From any thread (nearly exact then)."""
+        unused: dict[int, int] = {}
+        for table in list(self._tables.values()):
+            first = table.num_filled_tokens // self.block_size
+            for index, block_id in enumerate(table.block_ids[first:], first):
+                num_empty = min((index + 1) * self.block_size - table.num_filled_tokens, self.block_size)
+                unused[block_id] = min(num_empty, unused.get(block_id, self.block_size))
+        return sum(unused.values())
 
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix of all its tokens, whole blocks only."""
@@ -97,17 +118,11 @@ class KVCacheManager:
         Returns the number of cached tokens (whole blocks), or None when there is no room or fewer than
         `num_spare_blocks` would stay free.
         """
-        assert request.request_id not in self._tables, f"{request} already has blocks"
-        hits = self.find_prefix(request)
-        num_new = max(self.layout.num_blocks_for(num_tokens) - len(hits), 0)
-        num_revived = sum(1 for block_id in hits if self.pool.ref_count(block_id) == 0)
-        if num_new + num_revived + num_spare_blocks > self.pool.num_free:
+        table = self._make_table(request, num_tokens, num_spare_blocks)
+        if table is None:
             return None
-        self.pool.pin(hits)  # before allocating, which might evict them
-        num_cached = len(hits) * self.block_size
-        self._tables[request.request_id] = BlockTable(hits + self.pool.allocate(num_new), num_cached, len(hits))
-        self._count(request, num_cached)
-        return num_cached
+        self._count(request, table.num_filled_tokens)
+        return table.num_filled_tokens
 
     def admit_cached(self, request: Request) -> int:
         """Gives a request a table of its cached prefix blocks only; returns the number of cached tokens."""
@@ -151,7 +166,8 @@ class KVCacheManager:
         table.num_offered = num_full
 
     def free(self, request_id: str) -> None:
-        """The request gives up all its blocks; nothing happens when it has none."""
+        """The request gives up all its blocks, host blocks too; nothing happens when it has none."""
+        self.swap_space.free(request_id)
         table = self._tables.pop(request_id, None)
         if table is not None:
             self.pool.free(table.block_ids)
@@ -161,6 +177,45 @@ class KVCacheManager:
         self.pool.forget_all()
         for table in self._tables.values():
             table.is_cacheable = False
+        self.swap_space.keep_from_cache()
+
+    # --- swap -------------------------------------------------------------------------------------------------------
+
+    def swap_out(self, request_id: str) -> tuple[Copy, ...] | None:
+        """Moves a request's filled blocks to the host; its table is gone.
+
+        Returns (pool block, host block) pairs, to be copied before anything is written into the pool, or None when
+        the host has too little room or there is nothing to keep (then nothing changed).
+        """
+        table = self._tables[request_id]
+        num_blocks = self.layout.num_blocks_for(table.num_filled_tokens)
+        if not num_blocks:
+            return None
+        swapped = self.swap_space.store(
+            request_id, num_blocks, table.num_filled_tokens, is_cacheable=table.is_cacheable
+        )
+        if swapped is None:
+            return None
+        del self._tables[request_id]
+        self.pool.free(table.block_ids)
+        return tuple(zip(table.block_ids, swapped.host_block_ids, strict=False))  # the rest holds no KV yet
+
+    def swap_in(self, request: Request, num_tokens: int, *, num_spare_blocks: int = 0) -> tuple[Copy, ...] | None:
+        """Gives a swapped request a table again, as `admit` does; what the prefix cache still has is not copied.
+
+        Returns (host block, pool block) pairs, to be copied before the next forward pass, or None when there is no
+        room.
+        """
+        table = self._make_table(request, num_tokens, num_spare_blocks)
+        if table is None:
+            return None
+        swapped = self.swap_space.table(request.request_id)
+        first = table.num_offered
+        copies = tuple(zip(swapped.host_block_ids[first:], table.block_ids[first:], strict=False))
+        table.num_filled_tokens = max(table.num_filled_tokens, swapped.num_filled_tokens)
+        table.is_cacheable = swapped.is_cacheable
+        self.swap_space.free(request.request_id)
+        return copies
 
     # --- our own invariants -----------------------------------------------------------------------------------------
 
@@ -176,9 +231,25 @@ class KVCacheManager:
             assert len(set(table.block_ids)) == len(table.block_ids), "a table has a block twice"
             counts.update(table.block_ids)
         self.pool.check_integrity(counts)
+        self.swap_space.check_integrity()
+        assert not any(request_id in self.swap_space for request_id in self._tables), "swapped out and in at once"
         assert self.pool.num_free + len(counts) == self.pool.num_usable, "free + used is not the total"
 
     # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _make_table(self, request: Request, num_tokens: int, num_spare_blocks: int) -> BlockTable | None:
+        """Cached prefix blocks and new ones for `num_tokens` slots, all or nothing."""
+        assert request.request_id not in self._tables, f"{request} already has blocks"
+        hits = self.find_prefix(request)
+        num_new = max(self.layout.num_blocks_for(num_tokens) - len(hits), 0)
+        num_revived = sum(1 for block_id in hits if self.pool.ref_count(block_id) == 0)
+        if num_new + num_revived + num_spare_blocks > self.pool.num_free:
+            return None
+        self.pool.pin(hits)  # before allocating, which might evict them
+        num_cached = len(hits) * self.block_size
+        table = BlockTable(hits + self.pool.allocate(num_new), num_cached, len(hits))
+        self._tables[request.request_id] = table
+        return table
 
     def _num_growth(self, table: BlockTable, end: int) -> int:
         return max(self.layout.num_blocks_for(end) - len(table.block_ids), 0)
@@ -197,7 +268,7 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request) -> list[bytes]:
         chain = request.block_hashes
-        root = b"" if chain else root_hash(self.layout, cache_salt=request.cache_salt)
+        root = b"" if chain else root_hash(self.layout, cache_salt=request.cache_salt, adapter=request.adapter)
         return extend_chain(chain, root, request.all_token_ids, self.block_size)
 
     def _count(self, request: Request, num_cached: int) -> None:

@@ -45,27 +45,40 @@ class SchedulerOutput:
 
     scheduled: rows to compute; may be empty.
     started: requests that got their blocks for the first time and are computed here.
+    swap_outs: (pool block, host block) pairs to copy first of all: what follows may write into these pool blocks.
+    swap_ins: (host block, pool block) pairs to copy next.
     copies: (source block, destination block) pairs to copy before the forward pass (copy-on-write).
     reserved: requests that now wait for another node's KV, their blocks allocated.
     revoked: reservations that must give up their blocks (blocks stay theirs until `release_reservation`).
-    preempted: requests whose blocks were dropped.
+    preempted: requests that gave up their blocks, those of them that were swapped out included (their status tells).
+    resumed: requests that got their blocks back from the host.
+    token_budget: most rows that this step could have had.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     started: tuple[Request, ...] = ()
     reserved: tuple[Request, ...] = ()
     revoked: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = ()
+    resumed: tuple[Request, ...] = ()
+    token_budget: int = 0
 
     @property
     def num_scheduled_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
 
     @property
+    def needs_runner(self) -> bool:
+        """There are rows to compute or blocks to copy."""
+        return bool(self.scheduled or self.swap_outs or self.swap_ins or self.copies)
+
+    @property
     def is_idle(self) -> bool:
         """Nothing was decided: until something from outside comes, the next schedule will decide nothing either."""
-        return not (self.scheduled or self.started or self.reserved or self.revoked or self.preempted)
+        return not (self.needs_runner or self.started or self.reserved or self.revoked or self.preempted)
 
 
 @dataclass(frozen=True)
@@ -79,12 +92,14 @@ class StepResult:
     """sampled: by request id, for every caught-up request that has params, and for submitted hidden rows.
     hidden: by request id, float32 [num_rows, hidden_size] after the last norm: the last row of a caught-up
         computation, or all rows of this chunk when `want_all_hidden`.
-    is_cancelled: the step was left between two layers; nothing in it counts as computed.
+    is_cancelled: the step was left between two layers; nothing in it counts as computed (its copies were made).
+    swap_seconds: how long its swap_outs and swap_ins took.
     """
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     hidden: dict[str, np.ndarray] = field(default_factory=dict)
     is_cancelled: bool = False
+    swap_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

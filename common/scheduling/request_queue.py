@@ -11,18 +11,12 @@ from collections.abc import Iterator
 
 from common.request import Request
 
-Precedence = tuple[int, int]
-
-
-def precedence(request: Request) -> Precedence:
-    return (request.priority, request.order)
-
 
 class RequestQueue:
-    """Sorted by precedence; `order` must be unique. Finding and removing is O(log n) plus a memory move."""
+    """Sorted by precedence, which must be unique. Finding and removing is O(log n) plus a memory move."""
 
     def __init__(self) -> None:
-        self._keys: list[Precedence] = []
+        self._keys: list[tuple[int, int]] = []
         self._requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -32,7 +26,7 @@ class RequestQueue:
         return iter(self._requests)
 
     def __contains__(self, request: Request) -> bool:
-        index = bisect_left(self._keys, precedence(request))
+        index = bisect_left(self._keys, request.precedence)
         return index < len(self._keys) and self._requests[index] is request
 
     def snapshot(self) -> list[Request]:
@@ -40,7 +34,7 @@ class RequestQueue:
         return self._requests[:]
 
     def add(self, request: Request) -> None:
-        key = precedence(request)
+        key = request.precedence
         index = bisect_left(self._keys, key)
         assert index == len(self._keys) or self._keys[index] != key, f"{request} is queued twice"
         self._keys.insert(index, key)
@@ -48,12 +42,9 @@ class RequestQueue:
 
     def remove(self, request: Request) -> None:
         assert request in self, f"{request} is not in this queue"
-        index = bisect_left(self._keys, precedence(request))
+        index = bisect_left(self._keys, request.precedence)
         del self._keys[index]
         del self._requests[index]
 
-    def first(self) -> Request:
-        return self._requests[0]
-
-    def last(self) -> Request:
-        return self._requests[-1]
+    def first(self) -> Request | None:
+        return self._requests[0] if self._requests else None

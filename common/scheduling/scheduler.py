@@ -6,63 +6,50 @@ preemption are values of that number.
 
     add -> WAITING --admit: blocks for all its tokens, all or nothing--> RUNNING --update: last output--> FINISHED
               |  ^                                                        ^   |
-              |  '--- PREEMPTED: blocks dropped, outputs kept <-----------|---'  (an older one needs a block)
+              |  '--- PREEMPTED: blocks dropped, outputs kept <-----------|---+  (an older one needs a block)
+              |       SWAPPED: blocks on the host --room again: as it was-|<--'
               '--reserve--> WAITING_FOR_KV --adopt: blocks are in---------'
                                   '--revoked, after release_reservation--> WAITING
 
-Somebody always advances: running requests come in order of precedence and take blocks only from those behind them, so
-the first one always gets what it needs, unless blocks are promised from outside (a revoked reservation, a served
-computation), and those come back.
+A step spends its budget on those that run, then on those that come back, then on new ones: all in order of precedence,
+and what was preempted keeps its place. Somebody always advances: running requests take blocks only from those behind
+them, so the first one always gets what it needs, unless blocks are promised from outside (a revoked reservation, a
+served computation), and those come back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from common.errors import ConfigError, ContextLengthError, InvalidRequestError, OverloadedError
+from common.errors import ConfigError, InvalidRequestError, OverloadedError
 from common.messages import NodeStats
 from common.request import FinishReason, Request, RequestStatus
+from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
+from common.scheduling.limits import check_fits, check_unfinished
 from common.scheduling.output import SampledToken, ScheduledRequest, SchedulerOutput, StepResult
-from common.scheduling.preemption import count_on_promised, youngest_behind
+from common.scheduling.preemption import PreemptionCosts, count_on_promised, youngest_behind
 from common.scheduling.request_queue import RequestQueue
 from common.scheduling.reservations import Reservations
 from common.scheduling.step_plan import StepPlan
 from common.scheduling.stop_rules import apply_stop_rules
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """max_num_batched_tokens: token budget of a step. max_num_seqs: most requests that run or wait for KV at once.
-    max_model_len: most tokens of a request, prompt and outputs. max_num_waiting: bound of the queue."""
-
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    max_model_len: int = 2048
-    max_num_waiting: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_num_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1")
-
-    @property
-    def max_num_running(self) -> int:
-        """Never more than the budget has tokens, so that every running request can advance in every step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-
 class Scheduler:
     """Decides steps and keeps the books. Not thread-safe but for `check_fits` and `stats`."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        if config.preemption_mode == "swap" and not cache.swap_space.num_blocks:
+            raise ConfigError("--preemption-mode swap needs --swap-space of at least one block")
         self.config = config
         self.cache = cache
+        self.costs = PreemptionCosts()
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.num_swap_preemptions = 0
         self._waiting = RequestQueue()
         self._running = RequestQueue()
+        self._swapped = RequestQueue()
         self._reservations = Reservations()
         self._lookups: list[Request] = []  # computations that only want what is cached
         self._held: dict[str, Request] = {}  # finished, but somebody still reads or writes their blocks
@@ -72,31 +59,19 @@ class Scheduler:
 
     def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
         """Raises ContextLengthError or InvalidRequestError when so many tokens, and one output, can never fit."""
-        needed = num_tokens if is_compute_only else num_tokens + 1
-        if num_tokens < 1:
-            raise InvalidRequestError("the prompt has no tokens, at least 1 is needed")
-        if needed > self.config.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens, with at least {needed - num_tokens} for the answer;"
-                f" the maximum context length is {self.config.max_model_len} tokens"
-            )
-        if needed > self.cache.capacity_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens, with at least {needed - num_tokens} for the answer;"
-                f" the KV cache holds {self.cache.capacity_tokens} tokens"
-                f" ({self.cache.pool.num_usable} blocks of {self.cache.block_size})"
-            )
+        check_fits(self.config, self.cache, num_tokens, is_compute_only=is_compute_only)
 
     def add(self, request: Request) -> None:
         """Queues it. Raises InvalidRequestError for what can never run, OverloadedError when the queue is full."""
         self.check_fits(request.num_tokens, is_compute_only=request.is_compute_only)
-        _check_unfinished(request)
+        check_unfinished(request)
         if request.request_id in self.requests or request.request_id in self._held:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use")
         if len(self._waiting) >= self.config.max_num_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests wait, at most {self.config.max_num_waiting} may")
         self._num_added += 1
-        request.order = self._num_added
+        priority = request.priority if self.config.scheduling_policy == "priority" else 0
+        request.precedence = (priority, self._num_added)
         request.status = RequestStatus.WAITING
         self.requests[request.request_id] = request
         if request.wants_cached_only:
@@ -187,24 +162,52 @@ class Scheduler:
         for request in requests:
             if request.status is not RequestStatus.RUNNING:
                 continue  # gave its blocks to one before it
-            remaining = self._num_remaining(request)
-            num_streams_behind -= remaining == 1
-            count = min(remaining, plan.token_budget - num_streams_behind)
-            if count > 0:
-                self._schedule_rows(request, count, plan)
+            num_streams_behind -= self._num_remaining(request) == 1
+            self._schedule_chunk(request, plan, num_reserved=num_streams_behind)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        while self._waiting and len(self._running) + len(self._reservations) < self.config.max_num_running:
-            request = self._waiting.first()
-            if request.wants_remote_kv:
-                is_admitted = self._reserve(request, plan)
-            else:
-                is_admitted = plan.token_budget > 0 and self._start(request, plan)
-            if not is_admitted:
+        """Who comes back and who is new, in order of precedence."""
+        while len(self._running) + len(self._reservations) < self.config.max_num_running:
+            queue = self._next_queue()
+            request = queue.first()
+            if request is None or not self._bring_in(request, plan):
                 break  # those behind it must not overtake, or it might wait for ever
 
+    def _next_queue(self) -> RequestQueue:
+        swapped, waiting = self._swapped.first(), self._waiting.first()
+        if swapped is None or (waiting is not None and waiting.precedence < swapped.precedence):
+            return self._waiting
+        return self._swapped
+
+    def _bring_in(self, request: Request, plan: StepPlan) -> bool:
+        """False when there is no room for it in this step."""
+        if request.status is not RequestStatus.SWAPPED and request.wants_remote_kv:
+            return self._reserve(request, plan)
+        if not plan.token_budget or not self._may_start(request, plan):
+            return False
+        return self._resume(request, plan) if request.status is RequestStatus.SWAPPED else self._start(request, plan)
+
+    def _may_start(self, request: Request, plan: StepPlan) -> bool:
+        """Another prompt may be computed in part, or this one is computed whole."""
+        config = self.config
+        if config.enable_chunked_prefill and plan.num_partial < config.max_num_partial_prefills:
+            return True
+        missing = max(request.num_tokens - self.cache.num_kept_tokens(request), 1)
+        return missing <= min(plan.token_budget, config.max_chunk)
+
+    def _resume(self, request: Request, plan: StepPlan) -> bool:
+        copies = self.cache.swap_in(request, request.num_tokens, num_spare_blocks=self._num_spare_blocks())
+        if copies is None:
+            return False
+        self._swapped.remove(request)
+        plan.swap_ins.extend(copies)
+        plan.resumed.append(request)
+        self._run(request)
+        self._schedule_chunk(request, plan)
+        return True
+
     def _start(self, request: Request, plan: StepPlan) -> bool:
-        num_cached = self._admit(request, request.num_tokens)
+        num_cached = self.cache.admit(request, request.num_tokens, num_spare_blocks=self._num_spare_blocks())
         if num_cached is None:
             return False
         if request.num_cached_tokens is None:
@@ -212,12 +215,12 @@ class Scheduler:
             plan.started.append(request)
         self._waiting.remove(request)
         self._run(request)
-        self._schedule_rows(request, min(self._num_remaining(request), plan.token_budget), plan)
+        self._schedule_chunk(request, plan)
         return True
 
     def _reserve(self, request: Request, plan: StepPlan) -> bool:
         num_slots = min(request.num_tokens + 1, self.cache.capacity_tokens)
-        num_cached = self._admit(request, num_slots)
+        num_cached = self.cache.admit(request, num_slots, num_spare_blocks=self._num_spare_blocks())
         if num_cached is None:
             return False
         if request.num_cached_tokens is None:
@@ -229,10 +232,9 @@ class Scheduler:
         plan.reserved.append(request)
         return True
 
-    def _admit(self, request: Request, num_slots: int) -> int | None:
-        """Leaves a block for each stream that runs: to take their next block would soon cost a preemption."""
-        num_streams = sum(1 for running in self._running if not running.is_compute_only)
-        return self.cache.admit(request, num_slots, num_spare_blocks=num_streams)
+    def _num_spare_blocks(self) -> int:
+        """A block for each stream that runs: to take their next block would soon cost a preemption."""
+        return sum(1 for running in self._running if not running.is_compute_only)
 
     def _run(self, request: Request) -> None:
         """From its filled tokens on; at least the last token is computed, since its output is still to come."""
@@ -241,9 +243,20 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self._running.add(request)
 
+    def _schedule_chunk(self, request: Request, plan: StepPlan, *, num_reserved: int = 0) -> None:
+        """As many of its rows as it may have; `num_reserved` rows of the budget are for others."""
+        remaining = self._num_remaining(request)
+        if self.config.enable_chunked_prefill:
+            count = min(remaining, self.config.max_chunk, plan.token_budget - num_reserved)
+        else:
+            count = remaining if remaining <= plan.token_budget else 0
+        if count > 0:
+            count = self._end_at_block_edge(request, count)
+            self._schedule_rows(request, count, plan)
+        plan.num_partial += 1 < remaining > count
+
     def _schedule_rows(self, request: Request, count: int, plan: StepPlan) -> None:
         start = request.num_computed_tokens
-        count = self._chunk(request, count)
         end = start + count
         is_recompute = self.cache.num_filled_tokens(request.request_id) >= end
         if not is_recompute and not self._make_writable(request, start, end, plan):
@@ -261,7 +274,7 @@ class Scheduler:
             )
         )
 
-    def _chunk(self, request: Request, count: int) -> int:
+    def _end_at_block_edge(self, request: Request, count: int) -> int:
         """A computation's chunk ends at a block edge where it can, so that the block can leave."""
         start, block_size = request.num_computed_tokens, self.cache.block_size
         if not request.is_compute_only or start + count == request.num_tokens:
@@ -296,7 +309,20 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         plan.preempted.append(victim)
-        self._requeue(victim, RequestStatus.PREEMPTED)
+        copies = self.cache.swap_out(victim.request_id) if self._prefers_swap(victim) else None
+        if copies is None:
+            self._requeue(victim, RequestStatus.PREEMPTED)
+            return
+        self.num_swap_preemptions += 1
+        plan.swap_outs.extend(copies)
+        victim.status = RequestStatus.SWAPPED
+        self._swapped.add(victim)
+
+    def _prefers_swap(self, victim: Request) -> bool:
+        if self.config.preemption_mode != "auto":
+            return self.config.preemption_mode == "swap"
+        num_tokens = victim.num_computed_tokens
+        return self.costs.prefers_swap(num_tokens, self.cache.layout.num_blocks_for(num_tokens))
 
     def _requeue(self, request: Request, status: RequestStatus = RequestStatus.WAITING) -> None:
         self.cache.free(request.request_id)
@@ -331,6 +357,13 @@ class Scheduler:
         if request.request_id in self.requests:
             self._finish(request, FinishReason.ERROR)
 
+    def forget_swap_outs(self, batch: SchedulerOutput) -> None:
+        """The step failed, perhaps before it copied their blocks: what it swapped out is computed again."""
+        for request in batch.preempted:
+            if request.status is RequestStatus.SWAPPED:
+                self._swapped.remove(request)
+                self._requeue(request, RequestStatus.PREEMPTED)
+
     # --- the end of a request ---------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -350,6 +383,8 @@ class Scheduler:
             self._reservations.take(request)
         elif request.wants_cached_only:
             self._lookups.remove(request)
+        elif request.status is RequestStatus.SWAPPED:
+            self._swapped.remove(request)
         else:
             self._waiting.remove(request)
 
@@ -379,18 +414,24 @@ class Scheduler:
     def stats(self) -> NodeStats:
         """Load now and counters; may be called from any thread (each number is right, all together nearly so)."""
         running, waiting, held = self._running.snapshot(), self._waiting.snapshot(), list(self._held)
+        swap_space = self.cache.swap_space
         queued = sum(request.num_tokens for request in waiting if not request.wants_remote_kv)
         return NodeStats(
             num_running=len(running),
             num_waiting=len(waiting),
             num_waiting_for_kv=len(self._reservations),
+            num_swapped=len(self._swapped),
             num_queued_tokens=queued + sum(map(self._num_remaining, running)),
             num_free_blocks=self.cache.num_free_blocks,
             num_blocks=self.cache.pool.num_usable,
             num_held_blocks=sum(len(self.cache.block_ids(request_id)) for request_id in held),
+            num_unused_slots=self.cache.num_unused_slots(),
+            num_host_blocks=swap_space.num_blocks,
+            num_free_host_blocks=swap_space.num_free,
             prefix_cache_queries=self.cache.num_queried_tokens,
             prefix_cache_hits=self.cache.num_hit_tokens,
             num_preemptions=self.num_preemptions,
+            num_swap_preemptions=self.num_swap_preemptions,
         )
 
     def check_integrity(self) -> None:
@@ -399,19 +440,12 @@ class Scheduler:
         queues: list[tuple[RequestStatus, Callable[[Request], bool]]] = [
             (RequestStatus.RUNNING, self._running.__contains__),
             (RequestStatus.WAITING_FOR_KV, self._reservations.__contains__),
+            (RequestStatus.SWAPPED, self._swapped.__contains__),
         ]
         for request in self.requests.values():
             for status, is_queued in queues:
                 assert (request.status is status) == is_queued(request), f"{request} is in the wrong queue"
             has_blocks = self.cache.has_table(request.request_id)
             assert has_blocks == (request in self._running or request in self._reservations), f"{request}: blocks?"
-
-
-def _check_unfinished(request: Request) -> None:
-    """Raises InvalidRequestError when a request that moved here has had all its outputs."""
-    max_tokens = None if request.params is None else request.params.max_tokens
-    if max_tokens is not None and len(request.output_token_ids) >= max_tokens:
-        raise InvalidRequestError(
-            f"the request came with {len(request.output_token_ids)} outputs and max_tokens is {max_tokens}:"
-            " nothing is left to generate"
-        )
+            is_swapped = request.request_id in self.cache.swap_space
+            assert is_swapped == (request.status is RequestStatus.SWAPPED), f"{request}: host blocks?"

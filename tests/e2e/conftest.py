@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +47,9 @@ class Client:
 
     def metric(self, node: Node, name: str) -> float:
         return metric(node, name)
+
+    def metrics(self, node: Node) -> str:
+        return httpx.get(f"{node.url}/metrics", timeout=5, trust_env=False).text
 
     def assert_pools_idle(self, seconds: float = 2.0) -> None:
         assert_pools_idle(self.service, seconds)
@@ -97,8 +100,8 @@ def own_service() -> Iterator[Callable[..., Client]]:
     """Starts a ready service of its own for a test that harms it."""
     with ExitStack() as stack:
 
-        def start(**shape: int) -> Client:
-            service = stack.enter_context(start_service(MODEL, node_flags=ONE_THREAD, **shape))
+        def start(*, node_flags: Sequence[str] = (), **shape: int) -> Client:
+            service = stack.enter_context(start_service(MODEL, node_flags=[*ONE_THREAD, *node_flags], **shape))
             return stack.enter_context(Client(service))
 
         yield start

@@ -30,6 +30,27 @@ def test_without_prefill_node_equals_transformers(single: Any, cases: dict[str, 
     single.check_case(cases[name])
 
 
+@pytest.mark.parametrize(("mode", "block_size"), [("swap", 8), ("recompute", 32)])
+def test_preempted_at_a_decode_node_that_fetches(
+    own_service: Any, cases: dict[str, Any], together: Any, mode: str, block_size: int
+) -> None:
+    """Small and large blocks, and a pool that holds half of what is asked for at once."""
+    flags = ["--block-size", str(block_size), "--num-gpu-blocks-override", str(480 // block_size)]
+    flags += ["--max-model-len", "400", "--preemption-mode", mode, "--swap-space", "64MiB"]
+    client = own_service(node_flags=flags)
+    names = ("chat_unicode", "text_code", "length_15", "length_16", "length_17", "length_33", "length_64", "length_257")
+    together(*[lambda name=name: client.check_case(cases[name]) for name in names])
+    [decode] = [node for node in client.service.nodes if node.role == "decode"]
+    assert client.metric(decode, "vllm:num_preemptions_total") > 0
+    by_swap = sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in client.metrics(decode).splitlines()
+        if line.startswith("tandem:preemptions_total{") and 'mode="swap"' in line
+    )
+    assert (by_swap > 0) == (mode == "swap")
+    client.assert_pools_idle()
+
+
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 4711, "ignore_eos": True, "max_tokens": 24}
 
 

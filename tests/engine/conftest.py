@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from common.clock import Clock
 from common.engine.async_engine import AsyncEngine
 from common.engine.engine import Engine
 from common.engine.events import Event
 from common.kv_layout import KVLayout
 from common.request import Request
 from common.sampling_params import SamplingParams
+from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.output import CancelCheck, Inbox, SampledToken, SchedulerOutput, StepResult
-from common.scheduling.scheduler import Scheduler, SchedulerConfig
+from common.scheduling.scheduler import Scheduler
 
 WAIT_SECONDS = 20.0
 
@@ -108,12 +111,13 @@ def runner() -> ScriptedRunner:
 
 @pytest.fixture
 def make_engine(runner: ScriptedRunner) -> Callable[..., Engine]:
-    def make(num_blocks: int = 100, **config: int) -> Engine:
+    def make(num_blocks: int = 100, *, num_host_blocks: int = 0, clock: Clock | None = None, **config: Any) -> Engine:
         layout = KVLayout(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=8, dtype="float32", model_fingerprint="test"
         )
         config = {"max_num_batched_tokens": 32, "max_num_seqs": 16, "max_model_len": 256} | config
-        return Engine(Scheduler(SchedulerConfig(**config), KVCacheManager(layout, num_blocks)), runner)
+        cache = KVCacheManager(layout, num_blocks, num_host_blocks=num_host_blocks)
+        return Engine(Scheduler(SchedulerConfig(**config), cache), runner, clock=clock)
 
     return make
 

@@ -1,4 +1,4 @@
-"""One engine on the real model in this process, for comparing tokens; built once for each set of flags."""
+"""Engines in this process, for comparing tokens: on the real model, and on a tiny random one for large grids."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoints.resolve import resolve_model
 from common.config import DEFAULT_MODEL, NodeFlags, parse
@@ -29,7 +31,7 @@ class Generator:
     def generate(self, prompts: dict[str, list[int]], **params: Any) -> dict[str, list[int]]:
         """All prompts in one batch, as far as the engine's limits let them; outputs by name."""
         outputs: dict[str, list[int]] = {name: [] for name in prompts}
-        names = {self._add(prompt, params): name for name, prompt in prompts.items()}
+        names = {self.add(prompt, **params).request_id: name for name, prompt in prompts.items()}
         unfinished = set(names)
         while unfinished:
             for event in self.engine.step():
@@ -38,12 +40,17 @@ class Generator:
                     outputs[names[event.request_id]].append(event.token_id)
                     if event.finish_reason is not None:
                         unfinished.discard(event.request_id)
+        self.assert_nothing_held()
+        return outputs
+
+    def assert_nothing_held(self) -> None:
         self.engine.scheduler.check_integrity()
         stats = self.engine.stats()
         assert stats.num_free_blocks == stats.num_blocks
-        return outputs
+        assert stats.num_free_host_blocks == stats.num_host_blocks
 
-    def _add(self, prompt: list[int], params: dict[str, Any]) -> str:
+    def add(self, prompt: list[int], *, fields: dict[str, Any] | None = None, **params: Any) -> Request:
+        """params: of the sampling; fields: of the request."""
         self._number += 1
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **params})
         request = Request(
@@ -52,26 +59,58 @@ class Generator:
             sampling,
             stop_token_ids=frozenset() if sampling.ignore_eos else self._eos,
             max_num_tokens=len(prompt) + (sampling.max_tokens or 10**6),
+            **(fields or {}),
         )
         self.engine.add(request)
-        return request.request_id
+        return request
 
 
 @lru_cache(maxsize=1)
-def model_dir() -> Path:
+def real_model_dir() -> Path:
     return resolve_model(DEFAULT_MODEL)
 
 
-def build(*flags: str) -> EngineParts:
-    return build_engine(model_dir(), parse(NodeFlags, ["--num-threads", "1", *flags]), with_head=True)
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose next token depends on all tokens before it; milliseconds a step."""
+    directory = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(11)
+    config = LlamaConfig(
+        vocab_size=199,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        initializer_range=0.4,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def build(model_dir: Path, *flags: str) -> EngineParts:
+    return build_engine(model_dir, parse(NodeFlags, ["--num-threads", "1", *flags]), with_head=True)
 
 
 @pytest.fixture
 def generator() -> Callable[..., Generator]:
-    """Makes a generator over a new engine with these flags."""
+    """Makes a generator over a new engine on the real model with these flags."""
 
     def make(*flags: str) -> Generator:
-        parts = build(*flags)
+        parts = build(real_model_dir(), *flags)
+        return Generator(parts.engine, parts.model_config.eos_token_ids)
+
+    return make
+
+
+@pytest.fixture
+def tiny_generator(tiny_model_dir: Path) -> Callable[..., Generator]:
+    """The same on the tiny model, with a pool of 100 blocks unless a flag says otherwise."""
+
+    def make(*flags: str) -> Generator:
+        parts = build(tiny_model_dir, "--num-gpu-blocks-override", "100", *flags)
         return Generator(parts.engine, parts.model_config.eos_token_ids)
 
     return make

@@ -59,12 +59,19 @@ def test_linear_in_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), x.float() @ weight.float().T, rtol=2e-2, atol=2e-2)
 
 
-def test_copy_blocks_copies_all_layers_and_reads_before_it_writes() -> None:
+def test_copy_blocks_copies_all_layers_in_order() -> None:
     pool = torch.randn(6, 2, 2, 1, 8, 4)
     before = pool.clone()
-    ops.copy_blocks(pool, torch.tensor([1, 2]), torch.tensor([2, 5]))  # 2 is read and written
-    assert torch.equal(pool[[2, 5]], before[[1, 2]])
+    ops.copy_blocks(pool, pool, torch.tensor([[2, 5], [1, 2]]))  # 2 is read, then written
+    assert torch.equal(pool[[5, 2]], before[[2, 1]])
     assert torch.equal(pool[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+
+
+def test_copy_blocks_between_pools() -> None:
+    pool, host = torch.randn(6, 2, 2, 1, 8, 4), torch.zeros(3, 2, 2, 1, 8, 4)
+    ops.copy_blocks(pool, host, torch.tensor([[4, 0], [1, 2]]))
+    assert torch.equal(host[[0, 2]], pool[[4, 1]])
+    assert not host[1].any()
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -76,7 +83,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="silu_and_mul"):
         ops.silu_and_mul(torch.zeros(2, 5))
     with pytest.raises(ValueError, match="copy_blocks"):
-        ops.copy_blocks(torch.zeros(3, 1, 2, 1, 8, 4), torch.tensor([1]), torch.tensor([1, 2]))
+        ops.copy_blocks(torch.zeros(3, 1, 2, 1, 8, 4), torch.zeros(3, 1, 2, 1, 16, 4), torch.tensor([[1, 2]]))
 
 
 def test_every_registered_kernel_exists() -> None:

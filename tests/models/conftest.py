@@ -16,10 +16,10 @@ from common.models.llama import Llama
 from common.models.loader import load_model
 from common.request import Request
 from common.runner.factory import make_layout
-from common.runner.input_batch import make_flat_batch
+from common.runner.input_batch import InputBatch
 from common.runner.kv_cache import TORCH_DTYPES, KVCache
 from common.scheduling.output import ScheduledRequest
-from kernels.plan import AttentionShape, Scratch
+from kernels.plan import AttentionShape
 
 BASE: dict[str, Any] = {
     "vocab_size": 128,
@@ -60,7 +60,7 @@ class Paged:
             layout.head_dim,
             TORCH_DTYPES[dtype],
         )
-        self._scratch = Scratch()
+        self._input_batch = InputBatch(self.shape)
         self._free = torch.randperm(199).add(1).tolist()
         self._tables: dict[str, list[int]] = {}
 
@@ -73,7 +73,7 @@ class Paged:
             while len(table) * self.layout.block_size < start + count:
                 table.append(self._free.pop())
             scheduled.append(ScheduledRequest(Request(name, tokens), start, count, table, is_last_chunk=True))
-        batch = make_flat_batch(scheduled, self.shape, self._scratch)
+        batch = self._input_batch.make(scheduled)
         hidden = self.model.forward(batch, self.cache.pool, lambda _layer: True)
         assert hidden is not None
         return self.model.logits(hidden)

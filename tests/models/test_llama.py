@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from common.request import Request
-from common.runner.input_batch import make_flat_batch
+from common.runner.input_batch import InputBatch
 from common.scheduling.output import ScheduledRequest
-from kernels.plan import Scratch
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -82,7 +81,7 @@ def test_forward_is_left_between_two_layers(tiny: Callable[..., Any]) -> None:
         return layer < 1
 
     rows = ScheduledRequest(Request("a", tokens(5)), 0, 5, [1], is_last_chunk=True)
-    batch = make_flat_batch([rows], ours.shape, Scratch())
+    batch = InputBatch(ours.shape).make([rows])
     assert ours.model.forward(batch, ours.cache.pool, between) is None
     assert asked == [0, 1]
 

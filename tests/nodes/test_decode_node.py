@@ -29,6 +29,7 @@ class ScriptedEngine:
         self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.released: list[str] = []
+        self.num_resets = 0
 
     def check_fits(self, num_tokens: int) -> None:
         if num_tokens > 100:
@@ -42,6 +43,9 @@ class ScriptedEngine:
 
     def release_reservation(self, request_id: str) -> None:
         self.released.append(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def adopt(self, request_id: str, num_computed_tokens: int) -> None: ...
     def cancel_remote(self, request_id: str) -> None: ...
@@ -246,6 +250,12 @@ async def test_deadline_ends_the_request_with_an_error(wait_for: Callable[..., A
     await wait_for(lambda: scene.emitted())
     assert scene.emitted()[0].error == "the request's deadline passed"
     assert scene.engine.aborted == ["r#1"]
+
+
+async def test_a_proxy_may_reset_the_prefix_cache() -> None:
+    scene = Scene()
+    scene.node.received(PROXY, m.ResetPrefixCache())
+    assert scene.engine.num_resets == 1
 
 
 async def drained() -> None:

@@ -12,9 +12,10 @@ import pytest
 from common.engine.async_engine import AsyncEngine
 from common.engine.engine import Engine
 from common.kv_layout import KVLayout
+from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.output import CancelCheck, Inbox, SchedulerOutput, StepResult
-from common.scheduling.scheduler import Scheduler, SchedulerConfig
+from common.scheduling.scheduler import Scheduler
 from kvtransfer.store import FetchRequest
 from prefill_node.engine_store import EngineStore
 

@@ -81,7 +81,13 @@ async def scene() -> Any:
     proxy, handler = Proxy(), Handler()
     control = ControlClient("node", [proxy.endpoint], handler)
     failure, report = make_failure(asyncio.get_running_loop())
-    http = NodeHttpServer("127.0.0.1", 0, readiness=make_readiness(control, failure), registry=CollectorRegistry())
+    http = NodeHttpServer(
+        "127.0.0.1",
+        0,
+        readiness=make_readiness(control, failure),
+        registry=CollectorRegistry(),
+        reset_prefix_cache=lambda: None,
+    )
     listening = asyncio.create_task(proxy.run())
     serving = asyncio.create_task(serve_until_stopped(handler, control, http=http, failure=failure, grace_seconds=5.0))
     yield proxy, handler, serving, report

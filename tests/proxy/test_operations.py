@@ -21,8 +21,12 @@ from proxy.control import check_control_endpoint
 
 EOS = 2
 GOLDEN_NAMES = {
+    "tandem:kv_cache_unused_slots",
     "tandem:nodes",
+    "tandem:preemptions_total",
     "tandem:request_legs_total",
+    "tandem:swap_blocks",
+    "tandem:swap_blocks_free",
     "vllm:cache_config_info",
     "vllm:e2e_request_latency_seconds",
     "vllm:generation_tokens_total",
@@ -30,6 +34,7 @@ GOLDEN_NAMES = {
     "vllm:kv_cache_usage_perc",
     "vllm:num_preemptions_total",
     "vllm:num_requests_running",
+    "vllm:num_requests_swapped",
     "vllm:num_requests_waiting",
     "vllm:prefix_cache_hits_total",
     "vllm:prefix_cache_queries_total",
@@ -41,6 +46,7 @@ GOLDEN_NAMES = {
     "vllm:request_queue_time_seconds",
     "vllm:request_success_total",
     "vllm:request_time_per_output_token_seconds",
+    "vllm:time_per_output_token_seconds",
     "vllm:time_to_first_token_seconds",
 }
 ROOT = Path(__file__).parents[2]
@@ -145,6 +151,26 @@ async def test_the_golden_list_of_metric_names(proxy: Any) -> None:
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in names}
     # How many messages the tokens came in, and so whether there was a gap between two, is chance.
     assert families - {"vllm:inter_token_latency_seconds"} == GOLDEN_NAMES
+
+
+# --- prefix caches --------------------------------------------------------------------------------------------------
+
+
+async def test_reset_prefix_cache_tells_every_node_and_waits_until_they_know(proxy: Any) -> None:
+    nodes = [await proxy.node(role="prefill"), await proxy.node(), await proxy.node()]
+    status, reply = await proxy.post("/reset_prefix_cache", {})
+    assert (status, reply) == (200, {"status": "ok", "num_nodes": 3})
+    assert [node.count(m.ResetPrefixCache) for node in nodes] == [1, 1, 1]
+    async with proxy.http.get("/reset_prefix_cache") as refused:
+        assert refused.status == 405
+    assert [node.count(m.ResetPrefixCache) for node in nodes] == [1, 1, 1]
+
+
+async def test_reset_prefix_cache_does_not_wait_for_a_node_that_is_gone(proxy: Any) -> None:
+    assert (await proxy.post("/reset_prefix_cache", {}))[1] == {"status": "ok", "num_nodes": 0}
+    node = await proxy.node()
+    await node.die()
+    assert (await proxy.post("/reset_prefix_cache", {}))[0] == 200
 
 
 # --- load -----------------------------------------------------------------------------------------------------------

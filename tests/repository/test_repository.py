@@ -83,7 +83,8 @@ def test_every_imported_distribution_is_declared() -> None:
         re.split(r"[<>=\[]", text)[0].lower().replace("_", "-") for text in PYPROJECT["project"]["dependencies"]
     }
     distribution_of = {"zmq": "pyzmq", "pydantic_core": "pydantic", "flashinfer": "flashinfer-python"}
-    extra = {re.split(r"[<>=]", text)[0] for text in PYPROJECT["project"]["optional-dependencies"]["cuda"]}
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    extra = {re.split(r"[<>=]", text)[0] for text in [*extras["cuda"], *extras["plot"]]}
     found: dict[str, str] = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):

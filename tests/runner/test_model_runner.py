@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.model_config import load_model_config
 from common.request import Request
-from common.runner.factory import load_runner, make_layout
+from common.runner.factory import load_weights, make_layout, make_runner
 from common.runner.kv_cache import KVCache
 from common.runner.model_runner import ModelRunner
 from common.sampling_params import SamplingParams
@@ -58,7 +58,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(model_dir: Path) -> Any:
     def build(*, with_head: bool = True) -> tuple[ModelRunner, KVCache]:
         config = load_model_config(model_dir)
-        return load_runner(model_dir, config, make_layout(config, 8, "float32"), 20, with_head=with_head, num_threads=1)
+        model = load_weights(model_dir, config, "float32", with_head=with_head, num_threads=1)
+        kv_cache = KVCache(make_layout(config, 8, "float32"), 20)
+        return make_runner(model, kv_cache), kv_cache
 
     return build
 

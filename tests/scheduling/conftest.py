@@ -15,9 +15,10 @@ import pytest
 from common.kv_layout import KVLayout
 from common.request import Request
 from common.sampling_params import SamplingParams
+from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
-from common.scheduling.scheduler import Scheduler, SchedulerConfig
+from common.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE = 97
 BLOCK_SIZE = 8
@@ -59,6 +60,7 @@ class ShadowRunner:
         self.scheduler = scheduler
         self.block_size = scheduler.cache.block_size
         self.memory: dict[int, int] = {}
+        self.host_memory: dict[int, int] = {}
         self.batches: list[SchedulerOutput] = []
 
     def step(self, inbox: Inbox | None = None) -> SchedulerOutput:
@@ -72,11 +74,9 @@ class ShadowRunner:
         self.batches.append(batch)
         assert batch.num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(batch.scheduled) <= self.scheduler.config.max_num_seqs
-        for source, destination in batch.copies:
-            for offset in range(self.block_size):
-                self.memory[destination * self.block_size + offset] = self.memory.get(
-                    source * self.block_size + offset, 0
-                )
+        self._copy(batch.swap_outs, self.memory, self.host_memory)
+        self._copy(batch.swap_ins, self.host_memory, self.memory)
+        self._copy(batch.copies, self.memory, self.memory)
         written: set[int] = set()
         for rows in batch.scheduled:
             self._write(rows, written)
@@ -97,6 +97,11 @@ class ShadowRunner:
         chain = digests(request.all_token_ids[:end], request.cache_salt)
         for position in range(start, end):
             self.memory[self._slot(block_ids, position)] = chain[position]
+
+    def _copy(self, pairs: Sequence[tuple[int, int]], source: dict[int, int], target: dict[int, int]) -> None:
+        for from_block, to_block in pairs:
+            for offset in range(self.block_size):
+                target[to_block * self.block_size + offset] = source.get(from_block * self.block_size + offset, 0)
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         return block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -133,10 +138,20 @@ class ShadowRunner:
 @pytest.fixture
 def make_scheduler() -> Callable[..., Scheduler]:
     def make(
-        num_blocks: int = 100, *, block_size: int = BLOCK_SIZE, enable_prefix_caching: bool = True, **config: int
+        num_blocks: int = 100,
+        *,
+        block_size: int = BLOCK_SIZE,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        **config: object,
     ) -> Scheduler:
         config = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 512} | config
-        cache = KVCacheManager(layout(block_size), num_blocks, enable_prefix_caching=enable_prefix_caching)
+        cache = KVCacheManager(
+            layout(block_size),
+            num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+        )
         return Scheduler(SchedulerConfig(**config), cache)
 
     return make

@@ -12,11 +12,11 @@ from common.scheduling.kv_cache_manager import KVCacheManager
 BLOCK_SIZE = 8
 
 
-def make_cache(num_blocks, block_size=BLOCK_SIZE):
+def make_cache(num_blocks, block_size=BLOCK_SIZE, num_host_blocks=0):
     layout = KVLayout(
         num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32", model_fingerprint="test"
     )
-    return KVCacheManager(layout, num_blocks)
+    return KVCacheManager(layout, num_blocks, num_host_blocks=num_host_blocks)
 
 
 def test_admission_is_all_or_nothing():
@@ -93,9 +93,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.cache = make_cache(self.NUM_BLOCKS)
+        self.cache = make_cache(self.NUM_BLOCKS, num_host_blocks=6)
         self.memory: dict[int, tuple[int, ...]] = {}
+        self.host_memory: dict[int, tuple[int, ...]] = {}
         self.requests: dict[str, Request] = {}
+        self.swapped: dict[str, Request] = {}
         self.number = 0
 
     def new_request(self, tokens):
@@ -111,6 +113,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.memory[slot] = tuple(request.all_token_ids[: position + 1])
         request.num_computed_tokens = max(request.num_computed_tokens, end)
         self.cache.mark_filled(request, end)
+
+    def copy(self, pairs, source, target):
+        for from_block, to_block in pairs:
+            for offset in range(BLOCK_SIZE):
+                target[to_block * BLOCK_SIZE + offset] = source.get(from_block * BLOCK_SIZE + offset, ())
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=34))
     def admit(self, tokens):
@@ -133,9 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert fits == (copies is not None)
         if copies is None:
             return
-        for source, destination in copies:
-            for offset in range(BLOCK_SIZE):
-                self.memory[destination * BLOCK_SIZE + offset] = self.memory.get(source * BLOCK_SIZE + offset, ())
+        self.copy(copies, self.memory, self.memory)
         for _ in range(count):
             request.append_output(token)
         self.write(request, start, start + count)
@@ -156,6 +161,33 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.free(request_id)
         del self.requests[request_id]
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def swap_out(self, data):
+        request_id = data.draw(st.sampled_from(list(self.requests)))
+        copies = self.cache.swap_out(request_id)
+        if copies is not None:
+            self.copy(copies, self.memory, self.host_memory)
+            self.swapped[request_id] = self.requests.pop(request_id)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data):
+        request_id = data.draw(st.sampled_from(list(self.swapped)))
+        request = self.swapped[request_id]
+        copies = self.cache.swap_in(request, request.num_tokens)
+        if copies is not None:
+            self.copy(copies, self.host_memory, self.memory)
+            self.requests[request_id] = self.swapped.pop(request_id)
+            assert self.cache.num_filled_tokens(request_id) >= request.num_computed_tokens
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def free_swapped(self, data):
+        request_id = data.draw(st.sampled_from(list(self.swapped)))
+        self.cache.free(request_id)
+        del self.swapped[request_id]
+
     @rule()
     def reset(self):
         self.cache.reset_prefix_cache()
@@ -174,8 +206,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check_counts()
 
     def teardown(self):
-        for request_id in self.requests:
+        for request_id in (*self.requests, *self.swapped):
             self.cache.free(request_id)
+        assert self.cache.swap_space.num_free == 6
         assert self.cache.pool.num_used == 0
         self.cache.check_integrity()
 

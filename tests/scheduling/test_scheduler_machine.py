@@ -8,13 +8,21 @@ with the outputs of an unpressured run, and nothing is held.
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from common.request import FinishReason, Request, RequestStatus
 from common.sampling_params import SamplingParams
+from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.output import HiddenRow
-from common.scheduling.scheduler import Scheduler, SchedulerConfig
+from common.scheduling.scheduler import Scheduler
 
 prompts = st.builds(lambda head, tail: [1] * head + tail, st.integers(0, 26), st.lists(st.integers(0, 2), max_size=9))
 
@@ -31,15 +39,41 @@ class Rows:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    num_rules_run = 0
+
     def __init__(self, make_runner, layout):
         super().__init__()
-        config = SchedulerConfig(max_num_batched_tokens=12, max_num_seqs=5, max_model_len=64)
-        self.scheduler = Scheduler(config, KVCacheManager(layout, 9))  # 8 usable blocks, 64 tokens
-        self.runner = make_runner(self.scheduler)
+        self.make_runner, self.layout = make_runner, layout
         self.known: dict[str, Request] = {}
         self.fetching: dict[str, tuple[int, list[int]]] = {}  # cached tokens, blocks: may be written until the fence
         self.started: set[str] = set()
         self.serving: set[str] = set()  # computations that were started and not released
+
+    @initialize(
+        mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        num_host_blocks=st.sampled_from([2, 5, 16]),
+        is_chunked=st.sampled_from([True, True, True, False]),
+        threshold=st.sampled_from([0, 0, 5]),
+        max_partial=st.sampled_from([1, 4]),
+        policy=st.sampled_from(["priority", "priority", "fcfs"]),
+        is_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, mode, num_host_blocks, is_chunked, threshold, max_partial, policy, is_caching):
+        config = SchedulerConfig(
+            max_num_batched_tokens=12 if is_chunked else 64,
+            max_num_seqs=5,
+            max_model_len=64,
+            enable_chunked_prefill=is_chunked,
+            long_prefill_token_threshold=threshold,
+            max_num_partial_prefills=max_partial,
+            scheduling_policy=policy,
+            preemption_mode=mode,
+        )
+        cache = KVCacheManager(  # 8 usable blocks, 64 tokens
+            self.layout, 9, enable_prefix_caching=is_caching, num_host_blocks=num_host_blocks
+        )
+        self.scheduler = Scheduler(config, cache)
+        self.runner = self.make_runner(self.scheduler)
 
     # --- what comes -------------------------------------------------------------------------------------------------
 
@@ -170,17 +204,27 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self):
+        type(self).num_rules_run += 1
         self.scheduler.check_integrity()
         self.scheduler.cache.check_counts()
         stats = self.scheduler.stats()
         live = [r for r in self.known.values() if not r.is_finished]
         assert stats.num_running == sum(r.status is RequestStatus.RUNNING for r in live)
         assert stats.num_waiting_for_kv == sum(r.status is RequestStatus.WAITING_FOR_KV for r in live)
+        assert stats.num_swapped == sum(r.status is RequestStatus.SWAPPED for r in live)
+        num_waiting = sum(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in live)
+        assert stats.num_waiting == sum(not r.wants_cached_only for r in live) - sum(
+            [stats.num_running, stats.num_waiting_for_kv, stats.num_swapped]
+        )
+        assert num_waiting >= stats.num_waiting
+        assert 0 <= stats.num_unused_slots <= 8 * (stats.num_blocks - stats.num_free_blocks)
         assert stats.num_running + stats.num_waiting_for_kv <= 5
         assert all(request.num_computed_tokens <= request.num_tokens for request in live)
         assert not any(self.known[request_id].num_preemptions for request_id in self.serving)
 
     def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return  # the example ended before its first rule
         for _ in range(3000):
             if not self.scheduler.requests and not self.fetching:
                 break
@@ -195,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.release(request_id)
         assert self.scheduler.num_held_requests == 0
         assert self.scheduler.cache.pool.num_used == 0
+        assert self.scheduler.cache.swap_space.num_free == self.scheduler.cache.swap_space.num_blocks
         self.scheduler.check_integrity()
         self.check_outputs()
 
@@ -218,12 +263,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "examples",
-    [pytest.param(250, id="fast"), pytest.param(4000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ("examples", "num_rules"),
+    [
+        pytest.param(600, 10_000, id="fast"),
+        pytest.param(8000, 150_000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
 )
-def test_machine(make_runner, make_scheduler, examples):
+def test_machine(make_runner, make_scheduler, examples, num_rules):
     layout = make_scheduler().cache.layout
+    SchedulerMachine.num_rules_run = 0
     run_state_machine_as_test(
         lambda: SchedulerMachine(make_runner, layout),
         settings=settings(max_examples=examples, stateful_step_count=40, deadline=None),
     )
+    assert SchedulerMachine.num_rules_run >= num_rules

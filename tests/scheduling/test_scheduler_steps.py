@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import ConfigError, ContextLengthError, InvalidRequestError, OverloadedError
 from common.request import FinishReason, RequestStatus
-from common.scheduling.scheduler import SchedulerConfig
+from common.scheduling.config import SchedulerConfig
 
 
 def rows_of(batch):

@@ -13,7 +13,7 @@ from tandem.cli import main
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(f"  {command} " in out for command in ("serve", "proxy", "prefill", "decode", "env"))
+    assert all(f"  {command} " in out for command in ("serve", "proxy", "prefill", "decode", "steps", "env"))
 
 
 def test_an_unknown_command_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,13 @@ def test_pools_are_numbered_and_flags_reach_only_whom_they_concern() -> None:
     assert "--block-size" not in specs[0].command
 
 
+def test_each_node_records_its_steps_into_a_file_of_its_own() -> None:
+    specs = _specs("--decode", "2", "--record-steps", "out/steps.jsonl")
+    assert "--record-steps" not in specs[0].command
+    files = [_flag(spec, "--record-steps") for spec in specs[1:]]
+    assert files == ["out/steps.prefill.jsonl", "out/steps.decode-0.jsonl", "out/steps.decode-1.jsonl"]
+
+
 def test_arguments_for_one_kind_of_process() -> None:
     proxy, prefill, decode = _specs("--decode-args", "--lease-seconds 3", "--proxy-args", "--api-key 'a b'")
     assert decode.command[-2:] == ["--lease-seconds", "3"]
@@ -77,6 +84,14 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert [serve.threads_per_node(n) for n in (1, 2, 3, 20)] == [8, 4, 2, 1]
     assert _flag(_specs("--num-threads", "3")[1], "--num-threads") == "3"
+
+
+def test_memory_is_shared_out() -> None:
+    assert [serve.memory_per_node(n, 0.2) for n in (1, 2, 4, 8)] == [0.2, 0.2, 0.2, 0.1]
+    many = _specs("--prefill", "4", "--decode", "6")
+    assert {_flag(spec, "--cpu-memory-utilization") for spec in many[1:]} == {"0.0800"}
+    given = _specs("--prefill", "4", "--decode", "6", "--cpu-memory-utilization", "0.05")
+    assert {_flag(spec, "--cpu-memory-utilization") for spec in given[1:]} == {"0.05"}
 
 
 def test_a_port_in_use_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

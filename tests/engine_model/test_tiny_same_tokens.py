@@ -1,0 +1,144 @@
+"""The same tokens whatever happens to a request on its way: every place it can be preempted at, every block size, chunk
+size and prefix hit. On a tiny random model, so that the grid can be whole; two best tokens never tie there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.request import Request
+
+PROMPT = [(i * 37 + 11) % 199 for i in range(43)]
+STRANGER = [(i * 53 + 7) % 199 for i in range(12)]
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "top_p": 0.95, "top_k": 60, "seed": 5},
+}
+NUM_OUTPUTS = 24
+
+
+def params(sampling: str) -> dict[str, Any]:
+    return {**SAMPLINGS[sampling], "max_tokens": NUM_OUTPUTS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def right(tiny_model_dir: Any) -> dict[str, list[int]]:
+    """Alone, cold, in one chunk, never preempted."""
+    from tests.engine_model.conftest import Generator, build
+
+    found = {}
+    for sampling in SAMPLINGS:
+        parts = build(tiny_model_dir, "--num-gpu-blocks-override", "100")
+        one = Generator(parts.engine, parts.model_config.eos_token_ids)
+        found[sampling] = one.generate({"p": PROMPT}, **params(sampling))["p"]
+    assert found["greedy"] != found["seeded"]
+    assert len(set(found["greedy"])) > 5, "the model repeats itself: a lost token would not be noticed"
+    return found
+
+
+class Shortage:
+    """No block is free for one request, once; so somebody behind it is preempted, by the scheduler's own rules."""
+
+    def __init__(self, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sufferer: str | None = None
+        self._prepare, self._missing = cache.prepare_write, cache.num_missing_blocks
+        self._cache = cache
+        monkeypatch.setattr(cache, "prepare_write", self.prepare_write)
+        monkeypatch.setattr(cache, "num_missing_blocks", self.num_missing_blocks)
+
+    def prepare_write(self, request_id: str, start: int, end: int) -> Any:
+        return None if request_id == self.sufferer else self._prepare(request_id, start, end)
+
+    def num_missing_blocks(self, request_id: str, start: int, end: int) -> int:
+        if request_id != self.sufferer:
+            return int(self._missing(request_id, start, end))
+        self.sufferer = None
+        return int(self._cache.num_free_blocks) + 1
+
+
+def run_preempted(one: Any, shortage: Shortage, sampling: str, steps: set[int] | None) -> tuple[Request, int]:
+    """PROMPT behind a stranger, preempted just before its steps of these numbers (None: before each that it may)."""
+    stranger = one.add(STRANGER, max_tokens=400, ignore_eos=True)
+    one.engine.step()
+    request = one.add(PROMPT, **params(sampling))
+    step = 0
+    while not request.is_finished:
+        runs = request.num_computed_tokens > 0 and request.status.value == "running"
+        if runs and (steps is None or step in steps):
+            shortage.sufferer = stranger.request_id
+        if runs:
+            step += 1
+        one.engine.step()
+        one.engine.scheduler.check_integrity()
+    one.engine.abort(stranger.request_id)
+    one.assert_nothing_held()
+    return request, step
+
+
+@pytest.mark.parametrize(
+    ("block_size", "sampling"), [("8", "greedy"), ("16", "greedy"), ("16", "seeded"), ("32", "seeded")]
+)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("is_caching", [True, False], ids=["cached", "uncached"])
+def test_preempted_at_every_step(
+    tiny_generator: Callable[..., Any],
+    right: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    block_size: str,
+    sampling: str,
+    mode: str,
+    is_caching: bool,
+) -> None:
+    """Chunks of 16 beside a stranger: a preemption in each and at each output, one at a time, then all of them."""
+    flags = ["--block-size", block_size, "--preemption-mode", mode, "--swap-space", "1MiB"]
+    flags += [
+        "--max-num-batched-tokens",
+        "16",
+        "--enable-prefix-caching" if is_caching else "--no-enable-prefix-caching",
+    ]
+    one = tiny_generator(*flags)
+    shortage = Shortage(one.engine.scheduler.cache, monkeypatch)
+    request, num_steps = run_preempted(one, shortage, sampling, set())
+    assert request.output_token_ids == right[sampling]
+    assert request.num_preemptions == 0
+    assert num_steps >= NUM_OUTPUTS
+    for step in range(num_steps):
+        one.engine.reset_prefix_cache()
+        request, _ = run_preempted(one, shortage, sampling, {step})
+        assert request.num_preemptions == 1
+        assert request.output_token_ids == right[sampling], f"preempted before step {step}"
+    one.engine.reset_prefix_cache()
+    request, _ = run_preempted(one, shortage, sampling, None)
+    assert request.num_preemptions >= NUM_OUTPUTS - 1
+    assert request.output_token_ids == right[sampling]
+    swaps = one.engine.stats().num_swap_preemptions
+    assert swaps == (one.engine.stats().num_preemptions if mode == "swap" else 0)
+
+
+@pytest.mark.parametrize("block_size", ["8", "16", "32"])
+@pytest.mark.parametrize("budget", ["3", "16", "17", "512"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_chunks_blocks_and_prefix_hits(
+    tiny_generator: Callable[..., Any], right: dict[str, list[int]], block_size: str, budget: str, sampling: str
+) -> None:
+    one = tiny_generator("--block-size", block_size, "--max-num-batched-tokens", budget)
+    for num_cached in (0, 1, 31, 32, 33, 43, 60):  # the prefix that an earlier request left
+        one.engine.reset_prefix_cache()
+        if num_cached:
+            one.generate({"q": [*PROMPT, *right[sampling]][:num_cached]}, max_tokens=1)
+        assert one.generate({"p": PROMPT}, **params(sampling))["p"] == right[sampling]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+def test_among_strangers_in_a_pool_that_is_too_small(
+    tiny_generator: Callable[..., Any], right: dict[str, list[int]], sampling: str, mode: str
+) -> None:
+    flags = ["--num-gpu-blocks-override", "18", "--max-model-len", "136", "--block-size", "8", "--swap-space", "1MiB"]
+    one = tiny_generator(*flags, "--preemption-mode", mode, "--max-num-batched-tokens", "24")
+    strangers = {f"s{i}": [(i * 31 + j * 17) % 199 for j in range(5 + 3 * i)] for i in range(9)}
+    outputs = one.generate({**strangers, "p": PROMPT}, **params(sampling))
+    assert outputs["p"] == right[sampling]
+    assert one.engine.stats().num_preemptions >= 2
