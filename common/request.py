@@ -82,6 +82,11 @@ class Request:
         return len(self.all_token_ids)
 
     @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.all_token_ids) - self.num_computed_tokens
+
+    @property
     def is_compute_only(self) -> bool:
         return self.params is None
 

@@ -48,7 +48,7 @@ class Steps:
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0, 1 when the file or the chart is at fault, 2 for a wrong flag."""
-    parser = _parser()
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     source: Path = arguments.file
     output: Path = arguments.output or source.with_suffix(".png")
@@ -129,7 +129,7 @@ def _draw(steps: Steps, output: Path) -> None:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem steps",
         allow_abbrev=False,

@@ -1,9 +1,12 @@
-"""What an engine tells its node, step by step. Plain data, safe to hand to another thread."""
+"""What an engine tells its node, step by step. Plain data, safe to hand to another thread.
+
+Structs and not dataclasses: a full house makes one for each stream in each step, and these cost a fifth."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from common.messages import TokenLogprobs
 from common.request import FinishReason, Request
@@ -12,20 +15,17 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     request_id: str
 
 
-@dataclass(frozen=True)
-class ComputeStartedEvent(Event):
+class ComputeStartedEvent(Event, frozen=True):
     """It got its blocks and is computed here; this many of its tokens were cached (0 .. all)."""
 
     num_cached_tokens: int
 
 
-@dataclass(frozen=True)
-class OutputEvent(Event):
+class OutputEvent(Event, frozen=True):
     """One output. `index` counts from the request's first output, those it came with included; the last one carries
     `finish_reason`. num_cached_tokens: prompt tokens found in this node's prefix cache; None before it got blocks."""
 
@@ -38,8 +38,7 @@ class OutputEvent(Event):
     num_cached_tokens: int | None = None
 
 
-@dataclass(frozen=True)
-class ReservedEvent(Event):
+class ReservedEvent(Event, frozen=True):
     """Blocks for all its tokens and the next one are reserved. Answer with exactly one of `adopt`,
     `release_reservation` or `cancel_remote`, when nothing writes into them any more.
 
@@ -52,13 +51,11 @@ class ReservedEvent(Event):
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class RevokedEvent(Event):
+class RevokedEvent(Event, frozen=True):
     """A running request needs these blocks: stop writing, then `release_reservation`. It will be reserved anew."""
 
 
-@dataclass(frozen=True)
-class BlocksFilledEvent(Event):
+class BlocksFilledEvent(Event, frozen=True):
     """Progress of a computation. Blocks first_block, first_block + 1, ... of its tokens are filled and stay pinned
     until `release`; the last one may be partial, when all tokens are computed. May name no block."""
 
@@ -67,20 +64,17 @@ class BlocksFilledEvent(Event):
     num_computed_tokens: int
 
 
-@dataclass(frozen=True)
-class HiddenEvent(Event):
+class HiddenEvent(Event, frozen=True):
     """Hidden states of a computation, float32 [num_rows, hidden_size]: its last row, or all rows of a chunk."""
 
     rows: np.ndarray
 
 
-@dataclass(frozen=True)
-class ComputedEvent(Event):
+class ComputedEvent(Event, frozen=True):
     """A computation is done; its blocks stay pinned until `release`."""
 
 
-@dataclass(frozen=True)
-class FailedEvent(Event):
+class FailedEvent(Event, frozen=True):
     """It ended without its answer. Reserved or served blocks come back as ever: `release_reservation`, `release`."""
 
     error: str

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from common.request import Request
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, eq=False):
     """One request's rows of a step.
 
     start: position of the first row (= num_computed_tokens when scheduled).
@@ -81,8 +82,7 @@ class SchedulerOutput:
         return not (self.needs_runner or self.started or self.reserved or self.revoked or self.preempted)
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     token_id: int
     logprobs: TokenLogprobs | None = None
 

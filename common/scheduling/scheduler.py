@@ -158,12 +158,12 @@ class Scheduler:
         """In order of precedence. A long prompt leaves one token for each stream behind it, so that every stream
         advances in every step and the prompt in what is left."""
         requests = self._running.snapshot()
-        num_streams_behind = sum(1 for request in requests if self._num_remaining(request) == 1)
-        for request in requests:
-            if request.status is not RequestStatus.RUNNING:
-                continue  # gave its blocks to one before it
-            num_streams_behind -= self._num_remaining(request) == 1
-            self._schedule_chunk(request, plan, num_reserved=num_streams_behind)
+        num_remaining = [request.num_remaining for request in requests]
+        num_streams_behind = num_remaining.count(1)
+        for request, remaining in zip(requests, num_remaining, strict=True):
+            num_streams_behind -= remaining == 1
+            if request.status is RequestStatus.RUNNING:  # else it gave its blocks to one before it
+                self._schedule_chunk(request, plan, num_reserved=num_streams_behind)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Who comes back and who is new, in order of precedence."""
@@ -245,7 +245,7 @@ class Scheduler:
 
     def _schedule_chunk(self, request: Request, plan: StepPlan, *, num_reserved: int = 0) -> None:
         """As many of its rows as it may have; `num_reserved` rows of the budget are for others."""
-        remaining = self._num_remaining(request)
+        remaining = request.num_remaining
         if self.config.enable_chunked_prefill:
             count = min(remaining, self.config.max_chunk, plan.token_budget - num_reserved)
         else:
@@ -281,10 +281,6 @@ class Scheduler:
             return count
         rounded = (start + count) // block_size * block_size - start
         return rounded if rounded > 0 else count
-
-    @staticmethod
-    def _num_remaining(request: Request) -> int:
-        return request.num_tokens - request.num_computed_tokens
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -421,7 +417,7 @@ class Scheduler:
             num_waiting=len(waiting),
             num_waiting_for_kv=len(self._reservations),
             num_swapped=len(self._swapped),
-            num_queued_tokens=queued + sum(map(self._num_remaining, running)),
+            num_queued_tokens=queued + sum(request.num_remaining for request in running),
             num_free_blocks=self.cache.num_free_blocks,
             num_blocks=self.cache.pool.num_usable,
             num_held_blocks=sum(len(self.cache.block_ids(request_id)) for request_id in held),

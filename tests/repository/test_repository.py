@@ -118,6 +118,7 @@ def test_commands_in_the_readme_parse() -> None:
     from prefill_node.config import PrefillConfig
     from proxy.config import ProxyConfig
     from tandem.config import ServeConfig
+    from tandem.steps import make_parser as steps_parser
 
     configs = {"proxy": ProxyConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "serve": ServeConfig}
     text = (ROOT / "README.md").read_text()
@@ -125,7 +126,8 @@ def test_commands_in_the_readme_parse() -> None:
     commands += [("serve", flags) for flags in re.findall(r'make serve ARGS="(.*?)"', text)]
     assert len(commands) >= 4
     for name, flags in commands:
-        build_parser(configs[name]).parse_args(flags.split())
+        parser = steps_parser() if name == "steps" else build_parser(configs[name])
+        parser.parse_args(flags.split())
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
