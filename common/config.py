@@ -130,7 +130,7 @@ class EngineFlags(ModelFlags):
         0.2, description="the same on a CPU, of the memory this process may use; several nodes share a machine"
     )
     kv_cache_memory_bytes: ByteSize | None = Field(
-        None, gt=0, description="memory for KV blocks, such as 2GiB; default: what the shares above leave"
+        None, gt=0, description="memory for KV blocks, such as 2GiB; default: what the share above leaves"
     )
     num_gpu_blocks_override: int | None = Field(None, ge=2, description="number of KV blocks, whatever memory allows")
     enable_prefix_caching: bool = Field(True, description="keep finished blocks and reuse them for equal prefixes")
@@ -138,7 +138,7 @@ class EngineFlags(ModelFlags):
         None,
         ge=0,
         description="host memory for the blocks of preempted requests, such as 4GiB (a plain number counts GiB);"
-        " default: an eighth of what the shares above leave, 0 beside a size that was given",
+        " default: an eighth of what the share above leaves, 0 beside a pool whose size was given",
     )
     preemption_mode: PreemptionMode = Field(
         "auto", description="what happens to a preempted request's KV; auto takes what costs less, as measured"
@@ -147,10 +147,13 @@ class EngineFlags(ModelFlags):
     max_num_batched_tokens: int = Field(
         128, ge=1, description="token budget of a step; a larger one is faster in total and lets streams wait longer"
     )
-    max_num_seqs: int = Field(64, ge=1, description="most requests that run at once")
+    max_num_seqs: int = Field(
+        64, ge=1, description="most requests that run at once; never more than the token budget holds"
+    )
     enable_chunked_prefill: bool = Field(
         True,
-        description="compute long prompts in chunks, beside streams; off: whole, in a budget of the context's length",
+        description="compute long prompts in chunks, beside streams; off: whole, with a token budget that by default"
+        " holds the context",
     )
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="most tokens of one prompt in a step, so that short ones pass by; 0: the budget alone"
@@ -247,8 +250,14 @@ def to_flags(config: Flags, names: Collection[str]) -> list[str]:
         if isinstance(value, bool):
             flags.append(flag_name(name) if value else flag_name(f"no_{name}"))
         elif value is not None:
-            flags += [flag_name(name), ",".join(value) if isinstance(value, tuple) else str(value)]
+            flags += [flag_name(name), _flag_text(value)]
     return flags
+
+
+def _flag_text(value: object) -> str:
+    if isinstance(value, ByteSize):
+        return f"{int(value)}B"  # without a unit it might count something else
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def flag_name(field_name: str) -> str:
@@ -320,6 +329,8 @@ def _unknown_message(argument: str, config_class: type[Flags]) -> str:
 def _describe(detail: ErrorDetails, given: dict[str, Any]) -> str:
     name = str(detail["loc"][0]) if detail["loc"] else ""
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    if detail["type"].startswith("byte_size"):
+        message = "must be a size such as 512MiB or 4GiB"
     if not name:
         return message
     source = flag_name(name) if name in given else ENV_PREFIX + name.upper()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "steps":
         from tandem.steps import main as draw_steps
 
-        return draw_steps(rest)
+        try:
+            return draw_steps(rest)
+        except BrokenPipeError:  # `tandem steps FILE | head`: whoever read it has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
     if command == "env":
         from tandem.environment import main as show_environment
 

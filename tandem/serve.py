@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -80,7 +81,9 @@ def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> lis
     specs = [_spec("proxy", "proxy", url, [*names, *proxy, *logging, *config.proxy_args])]
     num_nodes = config.prefill + config.decode
     shares = ["--num-threads", str(config.num_threads or threads_per_node(num_nodes))]
-    if "cpu_memory_utilization" not in config.model_fields_set:
+    if "cpu_memory_utilization" in config.model_fields_set:
+        _check_memory(num_nodes, config.cpu_memory_utilization)
+    else:
         shares += ["--cpu-memory-utilization", f"{memory_per_node(num_nodes, config.cpu_memory_utilization):.4f}"]
     engine = [*names, "--proxy", control, *shares, *to_flags(config, _PASSED_ON)]
     for role, count, extra in (
@@ -97,8 +100,19 @@ def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> lis
     return specs
 
 
+def _check_memory(num_nodes: int, share: float) -> None:
+    """Each node sees what is free before the others have touched theirs, so none of them would notice."""
+    if num_nodes * share > 1:
+        raise ConfigError(
+            f"--cpu-memory-utilization is {share:g} for each of {num_nodes} nodes, together more than all of this"
+            f" machine's memory; at most {math.floor(100 / num_nodes) / 100:g} goes"
+        )
+
+
 def _recording_flags(path: Path | None, name: str) -> list[str]:
     """Each node records into a file of its own: its name stands before the suffix."""
+    if path is not None and path.is_dir():
+        raise ConfigError(f"--record-steps is {path}, a folder; name a file, such as {path / 'steps.jsonl'}")
     return [] if path is None else ["--record-steps", str(path.with_name(f"{path.stem}.{name}{path.suffix}"))]
 
 

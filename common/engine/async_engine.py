@@ -77,8 +77,7 @@ class AsyncEngine:
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
-        """Raises ContextLengthError or InvalidRequestError when so many tokens, and one output if it is to have
-        outputs, can never fit."""
+        """See `common.scheduling.limits.check_fits`."""
         self._engine.check_fits(num_tokens, is_compute_only=is_compute_only)
 
     def add(self, request: Request) -> None:

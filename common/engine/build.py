@@ -8,6 +8,7 @@ Only after the profiling run is known how much memory is left for the pool.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from common.model_config import ModelConfig, load_model_config
 from common.models.llama import Llama
 from common.runner.factory import load_weights, make_layout, make_runner
 from common.runner.kv_cache import KVCache
-from common.runner.memory import MemoryUse, PoolPlan, has_given_size, mib, plan_pool
+from common.runner.memory import (
+    MemoryUse,
+    PoolPlan,
+    check_memory_flags,
+    describe_worst_step,
+    has_given_size,
+    mib,
+    plan_pool,
+)
 from common.runner.process_memory import ProcessMemory
 from common.runner.profile import run_worst_step
 from common.scheduling.config import SchedulerConfig
@@ -47,7 +56,8 @@ def build_engine(model_dir: Path, flags: NodeFlags, *, with_head: bool) -> Engin
     max_model_len = resolve_max_model_len(flags.max_model_len, config)
     layout = make_layout(config, flags.block_size, flags.dtype)
     limits = _scheduler_config(flags, max_model_len, with_head=with_head)
-    _warn_of_unused_flags(flags)
+    check_memory_flags(flags, limits)
+    _warn_of_flags_without_effect(flags, limits)
     model, use = _load_and_measure(model_dir, config, layout, limits, flags, with_head=with_head)
     plan = plan_pool(use, layout, flags, limits, with_head=with_head)
     _log_plan(plan)
@@ -72,8 +82,11 @@ def resolve_max_model_len(wanted: int | None, config: ModelConfig) -> int:
 
 def _scheduler_config(flags: NodeFlags, max_model_len: int, *, with_head: bool) -> SchedulerConfig:
     """A node without a head preempts nobody and has no host pool, whatever the flags of its cluster say."""
+    budget = flags.max_num_batched_tokens
+    if not flags.enable_chunked_prefill and "max_num_batched_tokens" not in flags.model_fields_set:
+        budget = max(budget, max_model_len)
     return SchedulerConfig(
-        max_num_batched_tokens=flags.max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         max_num_seqs=flags.max_num_seqs,
         max_model_len=max_model_len,
         enable_chunked_prefill=flags.enable_chunked_prefill,
@@ -84,12 +97,19 @@ def _scheduler_config(flags: NodeFlags, max_model_len: int, *, with_head: bool) 
     )
 
 
-def _warn_of_unused_flags(flags: NodeFlags) -> None:
+def _warn_of_flags_without_effect(flags: NodeFlags, limits: SchedulerConfig) -> None:
     if "gpu_memory_utilization" in flags.model_fields_set:
         log.warning(
             "--gpu-memory-utilization has no effect: this engine computes on the CPU, where"
             " --cpu-memory-utilization (now %g) rules",
             flags.cpu_memory_utilization,
+        )
+    if limits.max_num_running < limits.max_num_seqs:
+        log.warning(
+            "at most %d requests run at once: --max-num-seqs is %d, but --max-num-batched-tokens only %d",
+            limits.max_num_running,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
         )
 
 
@@ -115,6 +135,7 @@ def _load_and_measure(
     weight_bytes = memory.held_bytes() - process_bytes
     peak = None
     if not has_given_size(flags):
+        log.info("measuring the memory of the worst step: %s", describe_worst_step(limits))
         peak = memory.measure_peak(lambda: run_worst_step(model, layout, limits))
     return model, MemoryUse(memory.limit(), memory.free(), process_bytes, weight_bytes, peak)
 
@@ -124,11 +145,12 @@ def _log_plan(plan: PoolPlan) -> None:
     for line in plan.lines:
         log.info("%s", line)
     log.info(
-        "KV pool: %d blocks of %d tokens (%s each); %.1f full-length requests of %d tokens fit",
+        "KV pool: %d blocks of %d tokens (%s each, one more takes unwanted writes);"
+        " %.1f full-length requests of %d tokens fit",
         plan.num_usable,
         plan.layout.block_size,
         mib(plan.layout.block_bytes),
-        plan.num_full_length,
+        math.floor(plan.num_full_length * 10) / 10,
         plan.max_model_len,
     )
     if plan.num_host_blocks:

@@ -54,8 +54,7 @@ class Engine:
     # --- commands, between two steps --------------------------------------------------------------------------------
 
     def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
-        """Raises ContextLengthError or InvalidRequestError when so many tokens, and one output if it is to have
-        outputs, can never fit. From any thread."""
+        """See `common.scheduling.limits.check_fits`. From any thread."""
         self.scheduler.check_fits(num_tokens, is_compute_only=is_compute_only)
 
     def add(self, request: Request) -> None:
@@ -127,7 +126,7 @@ class Engine:
             events += self._started(request)
         events += [self._reserved(request) for request in batch.reserved]
         events += [RevokedEvent(request.request_id) for request in batch.revoked]
-        self._timer.end_schedule()
+        self._timer.end_schedule(batch)
         return batch, events
 
     def execute(self, batch: SchedulerOutput) -> list[Event]:
@@ -148,6 +147,7 @@ class Engine:
         self._timer.end_execute()
         self._learn(batch, result)
         events = self._update(batch, result)
+        self._timer.end_update()
         self._show_observers(batch, result)
         return events
 

@@ -120,7 +120,9 @@ def read_step_log(path: Path) -> StepLog:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        near = sorted(map(str, path.parent.glob(f"{path.stem}.*{path.suffix}")))
+        hint = f"; there are {', '.join(near)}" if near else ""  # as `tandem serve` names them
+        raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from None
     if lines == [b""]:
         raise ConfigError(f"{path} is empty, a step log has a header at least; is it the file of --record-steps?")
     header = _decode_header(path, lines[0])

@@ -10,7 +10,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     time: seconds from the engine's start to the step's start.
     schedule_seconds, execute_seconds, update_seconds: its three beats; swap_seconds is a part of execute_seconds.
-    num_decode_tokens: rows of requests that lacked one token only; num_prefill_tokens: all other rows.
+    num_decode_tokens: rows of requests that have outputs and lacked one token only; num_prefill_tokens: all others.
     num_hidden_rows: outputs sampled from hidden states that came from elsewhere.
     num_cached_blocks: free blocks that the prefix cache can still find.
     num_unused_slots: slots of allocated blocks that hold no KV.

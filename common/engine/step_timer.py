@@ -10,46 +10,46 @@ from common.scheduling.output import ScheduledRequest, SchedulerOutput, StepResu
 
 
 class StepTimer:
-    """start_schedule, end_schedule, start_execute, end_execute, record: in this order. A step that only samples from
-    rows that came from elsewhere was not scheduled."""
+    """start_schedule, end_schedule, start_execute, end_execute, end_update, record: in this order. A step that only
+    samples from rows that came from elsewhere was not scheduled: it begins when it is executed."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._birth = clock.now()
         self._step = 0
-        self._began: float | None = None
-        self._scheduled_seconds = 0.0
-        self._executing = 0.0
-        self.execute_seconds = 0.0
+        self._scheduled: SchedulerOutput | None = None
+        self._schedule_start = self._schedule_seconds = 0.0
+        self._execute_start = self.execute_seconds = 0.0
+        self._update_seconds = 0.0
 
     def start_schedule(self) -> None:
-        self._began = self._clock.now()
+        self._schedule_start = self._clock.now()
 
-    def end_schedule(self) -> None:
-        assert self._began is not None
-        self._scheduled_seconds = self._clock.now() - self._began
+    def end_schedule(self, batch: SchedulerOutput) -> None:
+        self._scheduled = batch
+        self._schedule_seconds = self._clock.now() - self._schedule_start
 
     def start_execute(self) -> None:
-        self._executing = self._clock.now()
+        self._execute_start = self._clock.now()
 
     def end_execute(self) -> None:
-        self.execute_seconds = self._clock.now() - self._executing
+        self.execute_seconds = self._clock.now() - self._execute_start
+
+    def end_update(self) -> None:
+        self._update_seconds = self._clock.now() - self._execute_start - self.execute_seconds
 
     def record(
         self, batch: SchedulerOutput, result: StepResult, num_hidden_rows: int, num_cached_blocks: int, stats: NodeStats
     ) -> StepRecord:
-        """Ends the step: its update took until now."""
-        update_seconds = self._clock.now() - self._executing - self.execute_seconds
-        began, scheduled_seconds = self._began, self._scheduled_seconds
-        self._began, self._scheduled_seconds = None, 0.0
         self._step += 1
+        is_scheduled = batch is self._scheduled
         num_decode_tokens = sum(_is_decode(rows) for rows in batch.scheduled)
         return StepRecord(
             step=self._step,
-            time=(self._executing if began is None else began) - self._birth,
-            schedule_seconds=scheduled_seconds,
+            time=(self._schedule_start if is_scheduled else self._execute_start) - self._birth,
+            schedule_seconds=self._schedule_seconds if is_scheduled else 0.0,
             execute_seconds=self.execute_seconds,
-            update_seconds=update_seconds,
+            update_seconds=self._update_seconds,
             swap_seconds=result.swap_seconds,
             token_budget=batch.token_budget,
             num_scheduled_requests=len(batch.scheduled),

@@ -33,7 +33,7 @@ class InputBatch:
         self._positions = torch.empty(self._capacity, dtype=torch.int64)
         self._rows = np.arange(self._capacity)
         self._blocks = np.empty(self._capacity, np.int64)
-        self._offsets = np.empty(self._capacity, np.int64)
+        self._slots = np.empty(self._capacity, np.int64)
 
     def make(self, scheduled: Sequence[ScheduledRequest]) -> FlatBatch:
         num_rows = sum(rows.num_tokens for rows in scheduled)
@@ -46,7 +46,7 @@ class InputBatch:
             [rows.start + rows.num_tokens for rows in scheduled],
             [rows.block_table for rows in scheduled],
             self._blocks[:num_rows],
-            self._offsets[:num_rows],
+            self._slots[:num_rows],
             self._scratch,
         )
         return FlatBatch(token_ids=self._token_ids[:num_rows], positions=self._positions[:num_rows], plan=plan)
@@ -58,19 +58,19 @@ class InputBatch:
         self._token_ids.numpy()[:num_rows] = token_ids
         counts = [rows.num_tokens for rows in scheduled]
         first_rows = np.cumsum([0, *counts[:-1]])
-        offsets = np.array([rows.start for rows in scheduled]) - first_rows  # position of a row, less its row number
-        np.add(self._rows[:num_rows], np.repeat(offsets, counts), out=self._positions.numpy()[:num_rows])
+        ahead = np.array([rows.start for rows in scheduled]) - first_rows  # position of a row, less its row number
+        np.add(self._rows[:num_rows], np.repeat(ahead, counts), out=self._positions.numpy()[:num_rows])
 
     def _fill_slots(self, scheduled: Sequence[ScheduledRequest], num_rows: int) -> None:
-        """Block and offset that each row's K and V go to; block 0, the null block, for rows that only read."""
+        """Block, and slot in it, that each row's K and V go to; block 0, the null block, for rows that only read."""
         block_size = self._shape.block_size
         block_ids: list[int] = []  # of the blocks that are written, one request after the other
-        offsets: list[int] = []  # a row's place in block_ids, less its block's place in its request's table
+        shifts: list[int] = []  # from a place in a request's table to the place in block_ids
         for rows in scheduled:
             first, last = rows.start // block_size, (rows.start + rows.num_tokens - 1) // block_size
-            offsets.append(len(block_ids) - first)
+            shifts.append(len(block_ids) - first)
             block_ids += [0] * (last + 1 - first) if rows.recompute_only else rows.block_table[first : last + 1]
-        blocks, slots = self._blocks[:num_rows], self._offsets[:num_rows]
+        blocks, slots = self._blocks[:num_rows], self._slots[:num_rows]
         np.divmod(self._positions.numpy()[:num_rows], block_size, out=(blocks, slots))
-        blocks += np.repeat(offsets, [rows.num_tokens for rows in scheduled])
+        blocks += np.repeat(shifts, [rows.num_tokens for rows in scheduled])
         np.take(np.array(block_ids), blocks, out=blocks)

@@ -1,6 +1,6 @@
 """How many KV blocks an engine gets: a sum over numbers that others measured.
 
-    pool = memory of the process x its share - what it held before - weights - worst step - host pool for swapping
+    pool = memory that this process may use x its share - what it held before - weights - worst step - host pool
 
 and never more than is free. On a CPU the host pool comes out of the same memory: an eighth of what is left, unless a
 flag says how much. A flag may give the pool's size instead; then it only has to be free. Reads nothing itself; refuses
@@ -61,6 +61,25 @@ class PoolPlan:
 def has_given_size(flags: EngineFlags) -> bool:
     """A flag says how large the pool is, so that nothing needs to be measured."""
     return flags.num_gpu_blocks_override is not None or flags.kv_cache_memory_bytes is not None
+
+
+def check_memory_flags(flags: EngineFlags, limits: SchedulerConfig) -> None:
+    """What needs no measurement. Raises ConfigError for flags that do not go together."""
+    if flags.num_gpu_blocks_override is not None and flags.kv_cache_memory_bytes is not None:
+        raise ConfigError("--num-gpu-blocks-override and --kv-cache-memory-bytes are both given, one is enough")
+    if limits.preemption_mode == "swap" and not (has_given_size(flags) and flags.swap_space is None):
+        return  # a default host pool may still turn out empty; the scheduler refuses that
+    if limits.preemption_mode == "swap":
+        raise ConfigError(
+            "--preemption-mode swap needs host memory, and beside a pool whose size was given there is none by default;"
+            " give --swap-space too, such as 1GiB"
+        )
+
+
+def describe_worst_step(limits: SchedulerConfig) -> str:
+    return (
+        f"{limits.max_num_batched_tokens} tokens of {limits.max_num_running} requests, context {limits.max_model_len}"
+    )
 
 
 def plan_pool(
@@ -199,22 +218,26 @@ class _Sum:
     def lines(self) -> tuple[str, ...]:
         use, limits, free = self.use, self.limits, self.use.free
         how = "measured" if self.peak.is_exact else "at most (this system keeps the peak of loading)"
-        worst = (
-            f"{limits.max_num_batched_tokens} tokens of {limits.max_num_seqs} requests, context {limits.max_model_len}"
-        )
-        lines = [
-            _line("", use.limit.num_bytes, f"memory that this process may use ({use.limit.source})"),
-            _line("", self.share_bytes, f"its share: --cpu-memory-utilization {self.utilization:g}"),
-            _line("-", use.process_bytes, "the process without a model"),
-            _line("-", use.weight_bytes, "weights"),
-            _line("-", self.peak.num_bytes, f"worst step, {how}: {worst}"),
-            _line("-", self.swap_bytes, "host pool for preempted requests (--swap-space)"),
-            _line("=", self.left_of_share, "KV blocks"),
-        ]
+        may_use = f"memory that this process may use ({use.limit.source})"
         if self.is_bound_by_free:
-            why = f"KV blocks after all, as no more than {mib(free.num_bytes)} are free ({free.source})"
-            lines.append(_line("=", self.kv_bytes, why))
-        return tuple(lines)
+            first = [
+                _line("", use.limit.num_bytes, f"{may_use}; less than its share of {self.utilization:g} is free:"),
+                _line("=", free.num_bytes, f"free with the weights loaded ({free.source})"),
+            ]
+        else:
+            first = [
+                _line("", use.limit.num_bytes, may_use),
+                f"x {self.utilization:>14g}  its share (--cpu-memory-utilization)",
+                _line("=", self.share_bytes, "of this process"),
+                _line("-", use.process_bytes, "the process without a model"),
+                _line("-", use.weight_bytes, "weights"),
+            ]
+        return (
+            *first,
+            _line("-", self.peak.num_bytes, f"worst step, {how}: {describe_worst_step(limits)}"),
+            _line("-", self.swap_bytes, "host pool for preempted requests (--swap-space)"),
+            _line("=", self.kv_bytes, "KV blocks"),
+        )
 
     def refusal(self) -> str:
         use, free = self.use, self.use.free
@@ -246,7 +269,7 @@ class _Sum:
         if self.peak.num_bytes > self.missing_bytes:
             limits = self.limits
             found.append(f"lower --max-num-batched-tokens ({limits.max_num_batched_tokens})")
-            found.append(f"lower --max-num-seqs ({limits.max_num_seqs})")
+            found.append(f"lower --max-num-seqs ({limits.max_num_running})")
         if self.swap_bytes:
             found.append("lower --swap-space")
         if self.is_bound_by_free:

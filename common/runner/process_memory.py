@@ -27,7 +27,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Peak:
-    """is_exact: False when it may be less: an older high-water mark could not be told from the new one."""
+    """is_exact: False when the true peak may be less: an older high-water mark could not be told from the new one."""
 
     num_bytes: int
     is_exact: bool

@@ -34,7 +34,7 @@ def run_worst_step(model: Llama, layout: KVLayout, config: SchedulerConfig) -> N
     it: each uses the memory of the one before."""
     runner = make_runner(_shallow(model), KVCache(layout, _BLOCK + 1))
     scheduled = worst_batch(layout, config, with_head=model.has_head)
-    hidden_size, num_requests = model.config.hidden_size, config.max_num_seqs if model.has_head else 0
+    hidden_size, num_requests = model.config.hidden_size, config.max_num_running if model.has_head else 0
     arrivals = _Arrivals(max(num_requests - len(scheduled), 0), hidden_size)
     runner.execute(SchedulerOutput(scheduled), arrivals, lambda: False)
     for _ in range(_NUM_REPEATS):
@@ -53,7 +53,7 @@ def worst_batch(layout: KVLayout, config: SchedulerConfig, *, with_head: bool) -
 
     with_head: False for computations all of whose hidden states are wanted, True for requests that all sample.
     """
-    counts = _row_counts(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+    counts = _row_counts(config.max_num_running, config.max_num_batched_tokens, config.max_model_len)
     ends = [config.max_model_len, *counts[1:]]  # memory of attention is by the longest context
     return tuple(
         ScheduledRequest(

@@ -99,22 +99,6 @@ class BlockPool:
         self._free_plain.extend(self._free_cached)
         self._free_cached.clear()
 
-    def _take_free(self) -> int:
-        if self._free_plain:
-            return self._free_plain.pop()
-        block_id, _ = self._free_cached.popitem(last=False)
-        block_hash = self._hashes[block_id]
-        assert block_hash is not None
-        del self._cached[block_hash]
-        self._hashes[block_id] = None
-        return block_id
-
-    def _put_free(self, block_id: int) -> None:
-        if self._hashes[block_id] is None:
-            self._free_plain.append(block_id)
-        else:
-            self._free_cached[block_id] = None
-
     def num_references(self) -> int:
         return sum(self._ref_counts)
 
@@ -133,3 +117,19 @@ class BlockPool:
         hashed = {h: b for b, h in enumerate(self._hashes) if h is not None}
         assert hashed == self._cached, "the hash map and the blocks' hashes differ"
         assert NULL_BLOCK not in self._cached.values(), "the null block is in the prefix cache"
+
+    def _take_free(self) -> int:
+        if self._free_plain:
+            return self._free_plain.pop()
+        block_id, _ = self._free_cached.popitem(last=False)
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None
+        del self._cached[block_hash]
+        self._hashes[block_id] = None
+        return block_id
+
+    def _put_free(self, block_id: int) -> None:
+        if self._hashes[block_id] is None:
+            self._free_plain.append(block_id)
+        else:
+            self._free_cached[block_id] = None

@@ -18,7 +18,7 @@ class SchedulerConfig:
     max_model_len: most tokens of a request, prompt and outputs. max_num_waiting: bound of the queue.
     enable_chunked_prefill: off, a prompt is computed in one step, whole.
     long_prefill_token_threshold: most tokens of one request in a step; 0 for the budget alone.
-    max_num_partial_prefills: most requests that after a step still lack more than it gave them.
+    max_num_partial_prefills: most prompts that a step may leave partly computed; more are not begun.
     """
 
     max_num_batched_tokens: int = 512
@@ -35,14 +35,17 @@ class SchedulerConfig:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError("--long-prefill-token-threshold needs chunked prefill, which is switched off")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, must not be negative"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
-                f"without chunked prefill a step must hold the longest request: --max-num-batched-tokens is"
-                f" {self.max_num_batched_tokens}, --max-model-len is {self.max_model_len}"
+                "without chunked prefill a step must hold the longest request, but --max-num-batched-tokens is"
+                f" {self.max_num_batched_tokens} and --max-model-len is {self.max_model_len}; raise the one, or lower"
+                " the other"
             )
 
     @property

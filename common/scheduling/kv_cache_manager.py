@@ -14,10 +14,8 @@ from common.block_hash import extend_chain, root_hash
 from common.kv_layout import KVLayout
 from common.request import Request
 from common.scheduling.block_pool import BlockPool
+from common.scheduling.output import Copy
 from common.scheduling.swap_space import SwapSpace
-
-Copy = tuple[int, int]
-"""(source block, destination block)."""
 
 
 @dataclass(eq=False, slots=True)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from common.request import Request
 
 
+Copy = tuple[int, int]
+"""(source block, destination block)."""
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, eq=False):
     """One request's rows of a step.
 
@@ -45,7 +49,7 @@ class SchedulerOutput:
     """One flat batch, and bookkeeping that happened while it was made.
 
     scheduled: rows to compute; may be empty.
-    started: requests that got their blocks for the first time and are computed here.
+    started: requests that got their blocks for the first time, to be computed here or only looked up.
     swap_outs: (pool block, host block) pairs to copy first of all: what follows may write into these pool blocks.
     swap_ins: (host block, pool block) pairs to copy next.
     copies: (source block, destination block) pairs to copy before the forward pass (copy-on-write).
@@ -57,9 +61,9 @@ class SchedulerOutput:
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
-    swap_outs: tuple[tuple[int, int], ...] = ()
-    swap_ins: tuple[tuple[int, int], ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
+    swap_outs: tuple[Copy, ...] = ()
+    swap_ins: tuple[Copy, ...] = ()
+    copies: tuple[Copy, ...] = ()
     started: tuple[Request, ...] = ()
     reserved: tuple[Request, ...] = ()
     revoked: tuple[Request, ...] = ()

@@ -19,7 +19,7 @@ from common.scheduling.reservations import Reservations
 from common.scheduling.step_plan import StepPlan
 
 
-def count_on_promised(
+def revoke_until_promised(
     shortage: int, plan: StepPlan, cache: KVCacheManager, reservations: Reservations, held: Mapping[str, Request]
 ) -> bool:
     """Whether reservations will give back `shortage` blocks, revoking more of them as needed.

@@ -28,7 +28,7 @@ from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.limits import check_fits, check_unfinished
 from common.scheduling.output import SampledToken, ScheduledRequest, SchedulerOutput, StepResult
-from common.scheduling.preemption import PreemptionCosts, count_on_promised, youngest_behind
+from common.scheduling.preemption import PreemptionCosts, revoke_until_promised, youngest_behind
 from common.scheduling.request_queue import RequestQueue
 from common.scheduling.reservations import Reservations
 from common.scheduling.step_plan import StepPlan
@@ -58,7 +58,7 @@ class Scheduler:
     # --- from outside, between steps --------------------------------------------------------------------------------
 
     def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
-        """Raises ContextLengthError or InvalidRequestError when so many tokens, and one output, can never fit."""
+        """See `limits.check_fits`."""
         check_fits(self.config, self.cache, num_tokens, is_compute_only=is_compute_only)
 
     def add(self, request: Request) -> None:
@@ -155,15 +155,15 @@ class Scheduler:
         self._lookups.clear()
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """In order of precedence. A long prompt leaves one token for each stream behind it, so that every stream
-        advances in every step and the prompt in what is left."""
+        """In order of precedence. A long prompt leaves one row for each stream behind it, so that every stream advances
+        in every step, and the prompt in what is left (without chunked prefill it is computed whole instead)."""
         requests = self._running.snapshot()
         num_remaining = [request.num_remaining for request in requests]
         num_streams_behind = num_remaining.count(1)
         for request, remaining in zip(requests, num_remaining, strict=True):
             num_streams_behind -= remaining == 1
             if request.status is RequestStatus.RUNNING:  # else it gave its blocks to one before it
-                self._schedule_chunk(request, plan, num_reserved=num_streams_behind)
+                self._schedule_chunk(request, plan, num_rows_for_others=num_streams_behind)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Who comes back and who is new, in order of precedence."""
@@ -181,11 +181,12 @@ class Scheduler:
 
     def _bring_in(self, request: Request, plan: StepPlan) -> bool:
         """False when there is no room for it in this step."""
-        if request.status is not RequestStatus.SWAPPED and request.wants_remote_kv:
+        is_swapped = request.status is RequestStatus.SWAPPED
+        if request.wants_remote_kv and not is_swapped:
             return self._reserve(request, plan)
-        if not plan.token_budget or not self._may_start(request, plan):
+        if not plan.num_rows_left or not self._may_start(request, plan):
             return False
-        return self._resume(request, plan) if request.status is RequestStatus.SWAPPED else self._start(request, plan)
+        return self._resume(request, plan) if is_swapped else self._start(request, plan)
 
     def _may_start(self, request: Request, plan: StepPlan) -> bool:
         """Another prompt may be computed in part, or this one is computed whole."""
@@ -193,7 +194,7 @@ class Scheduler:
         if config.enable_chunked_prefill and plan.num_partial < config.max_num_partial_prefills:
             return True
         missing = max(request.num_tokens - self.cache.num_kept_tokens(request), 1)
-        return missing <= min(plan.token_budget, config.max_chunk)
+        return missing <= min(plan.num_rows_left, config.max_chunk)
 
     def _resume(self, request: Request, plan: StepPlan) -> bool:
         copies = self.cache.swap_in(request, request.num_tokens, num_spare_blocks=self._num_spare_blocks())
@@ -207,30 +208,35 @@ class Scheduler:
         return True
 
     def _start(self, request: Request, plan: StepPlan) -> bool:
-        num_cached = self.cache.admit(request, request.num_tokens, num_spare_blocks=self._num_spare_blocks())
-        if num_cached is None:
+        is_new = request.num_cached_tokens is None
+        if self._admit(request, request.num_tokens) is None:
             return False
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_cached
+        if is_new:
             plan.started.append(request)
-        self._waiting.remove(request)
         self._run(request)
         self._schedule_chunk(request, plan)
         return True
 
     def _reserve(self, request: Request, plan: StepPlan) -> bool:
         num_slots = min(request.num_tokens + 1, self.cache.capacity_tokens)
-        num_cached = self.cache.admit(request, num_slots, num_spare_blocks=self._num_spare_blocks())
+        num_cached = self._admit(request, num_slots)
         if num_cached is None:
             return False
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_cached
-        self._waiting.remove(request)
         request.num_computed_tokens = min(num_cached, request.num_tokens - 1)
         request.status = RequestStatus.WAITING_FOR_KV
         self._reservations.add(request)
         plan.reserved.append(request)
         return True
+
+    def _admit(self, request: Request, num_slots: int) -> int | None:
+        """Gives it its blocks and takes it out of the queue; the number of cached tokens, or None without room."""
+        num_cached = self.cache.admit(request, num_slots, num_spare_blocks=self._num_spare_blocks())
+        if num_cached is None:
+            return None
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_cached
+        self._waiting.remove(request)
+        return num_cached
 
     def _num_spare_blocks(self) -> int:
         """A block for each stream that runs: to take their next block would soon cost a preemption."""
@@ -243,17 +249,18 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self._running.add(request)
 
-    def _schedule_chunk(self, request: Request, plan: StepPlan, *, num_reserved: int = 0) -> None:
-        """As many of its rows as it may have; `num_reserved` rows of the budget are for others."""
+    def _schedule_chunk(self, request: Request, plan: StepPlan, *, num_rows_for_others: int = 0) -> None:
+        """As many rows as it may have."""
         remaining = request.num_remaining
         if self.config.enable_chunked_prefill:
-            count = min(remaining, self.config.max_chunk, plan.token_budget - num_reserved)
+            count = min(remaining, self.config.max_chunk, plan.num_rows_left - num_rows_for_others)
         else:
-            count = remaining if remaining <= plan.token_budget else 0
+            count = remaining if remaining <= plan.num_rows_left else 0
         if count > 0:
             count = self._end_at_block_edge(request, count)
             self._schedule_rows(request, count, plan)
-        plan.num_partial += 1 < remaining > count
+        if remaining > max(count, 1):  # a stream that has to skip the step is no partial prompt
+            plan.num_partial += 1
 
     def _schedule_rows(self, request: Request, count: int, plan: StepPlan) -> None:
         start = request.num_computed_tokens
@@ -262,7 +269,7 @@ class Scheduler:
         if not is_recompute and not self._make_writable(request, start, end, plan):
             plan.is_short_of_blocks = True
             return
-        plan.token_budget -= count
+        plan.num_rows_left -= count
         plan.scheduled.append(
             ScheduledRequest(
                 request=request,
@@ -293,7 +300,7 @@ class Scheduler:
                 return True
             missing = self.cache.num_missing_blocks(request.request_id, start, end)
             shortage = missing - self.cache.num_free_blocks
-            if count_on_promised(shortage, plan, self.cache, self._reservations, self._held):
+            if revoke_until_promised(shortage, plan, self.cache, self._reservations, self._held):
                 return False
             victim = youngest_behind(request, self._running)
             if victim is None:

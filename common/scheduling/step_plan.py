@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.request import Request
-from common.scheduling.kv_cache_manager import Copy
-from common.scheduling.output import ScheduledRequest, SchedulerOutput
+from common.scheduling.output import Copy, ScheduledRequest, SchedulerOutput
 
 
 @dataclass
 class StepPlan:
     """A step being decided.
 
-    token_budget: rows that are left of the step's `max_num_rows`.
-    num_partial: requests that after this step will still lack more than the one token that each step brings.
+    token_budget: most rows of the step. num_rows_left: what is left of it.
+    num_partial: prompts that this step leaves partly computed.
     num_promised_blocks: blocks that will come back from reservations, less what was already counted on; None until
         somebody asks.
     """
 
-    max_num_rows: int
+    token_budget: int
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     swap_outs: list[Copy] = field(default_factory=list)
     swap_ins: list[Copy] = field(default_factory=list)
@@ -34,7 +33,7 @@ class StepPlan:
     is_short_of_blocks: bool = False
 
     def __post_init__(self) -> None:
-        self.token_budget = self.max_num_rows
+        self.num_rows_left = self.token_budget
 
     def output(self) -> SchedulerOutput:
         return SchedulerOutput(
@@ -47,5 +46,5 @@ class StepPlan:
             revoked=tuple(self.revoked),
             preempted=tuple(self.preempted),
             resumed=tuple(self.resumed),
-            token_budget=self.max_num_rows,
+            token_budget=self.token_budget,
         )

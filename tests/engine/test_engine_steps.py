@@ -5,7 +5,7 @@ import pytest
 from common.clock import ManualClock
 from common.engine.events import FailedEvent
 from common.request import RequestStatus
-from common.scheduling.output import StepResult
+from common.scheduling.output import SchedulerOutput, StepResult
 
 
 class TimedRunner:
@@ -63,9 +63,12 @@ def test_a_step_of_hidden_rows_only_is_recorded(timed, make_request):
     engine.add(make_request(8, wants_remote_kv=True))
     engine.step()
     assert records == []  # nothing was computed
+    engine._timer._clock.advance(3.0)  # idle, asleep
     engine.add_hidden("r0", [7.0])
-    engine.step()
+    engine.execute(SchedulerOutput())
     [record] = records
+    assert record.time == pytest.approx(3.0)
+    assert record.schedule_seconds == 0.0
     assert (record.num_hidden_rows, record.num_outputs, record.num_scheduled_requests) == (1, 1, 0)
     assert record.num_waiting_for_kv == 1
     engine.abort("r0")

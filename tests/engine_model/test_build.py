@@ -43,9 +43,10 @@ def is_run(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_the_sum_is_logged_and_is_right(build: Build, is_run: list[bool], caplog: pytest.LogCaptureFixture) -> None:
     parts = build()
     assert is_run
-    title, *sums, pool, _ = caplog.messages
+    measuring, title, *sums, pool, _ = caplog.messages
+    assert measuring.startswith("measuring the memory of the worst step: 128 tokens of 64 requests")
     assert title == "KV memory, line by line:"
-    mib = [float(line.split("MiB")[0].replace(",", "").split()[-1]) for line in sums]
+    mib = [float(line.split("MiB")[0].replace(",", "").split()[-1]) for line in sums if "MiB" in line]
     assert mib[:2] == [20480.0, 4096.0]
     share, *taken, left = mib[1:]
     assert left == pytest.approx(share - sum(taken), abs=0.5)
@@ -102,11 +103,11 @@ def test_a_prefill_node_is_measured_too(build: Build, is_run: list[bool]) -> Non
 def test_flags_of_the_scheduler_reach_it(build: Build) -> None:
     config = build(
         *("--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "600", "--max-num-seqs", "7"),
-        *("--no-enable-chunked-prefill", "--long-prefill-token-threshold", "33", "--max-num-partial-prefills", "2"),
+        *("--long-prefill-token-threshold", "33", "--max-num-partial-prefills", "2"),
         *("--scheduling-policy", "fcfs", "--preemption-mode", "recompute", "--max-model-len", "500"),
     ).engine.scheduler.config
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (600, 7, 500)
-    assert (config.enable_chunked_prefill, config.long_prefill_token_threshold) == (False, 33)
+    assert (config.enable_chunked_prefill, config.long_prefill_token_threshold) == (True, 33)
     assert (config.max_num_partial_prefills, config.scheduling_policy) == (2, "fcfs")
     assert config.preemption_mode == "recompute"
 
@@ -118,6 +119,19 @@ def test_the_share_of_a_gpu_has_no_effect_and_the_log_says_so(build: Build, capl
     assert "--cpu-memory-utilization (now 0.2)" in warning
 
 
+def test_without_chunked_prefill_the_budget_holds_the_context_by_default(build: Build) -> None:
+    config = build("--num-gpu-blocks-override", "40", "--no-enable-chunked-prefill").engine.scheduler.config
+    assert config.max_num_batched_tokens == config.max_model_len == 512
+
+
+def test_more_requests_than_the_budget_has_tokens_never_run_and_the_log_says_so(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    build("--num-gpu-blocks-override", "40", "--max-num-seqs", "256")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == "at most 128 requests run at once: --max-num-seqs is 256, but --max-num-batched-tokens only 128"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -125,8 +139,11 @@ def test_the_share_of_a_gpu_has_no_effect_and_the_log_says_so(build: Build, capl
         (["--kv-cache-memory-bytes", "21GiB"], r"21,504\.0 MiB of KV blocks, but 20,480\.0 MiB are free"),
         (["--kv-cache-memory-bytes", "100KiB"], "one request of 512 tokens need"),
         (["--max-model-len", "513"], "--max-model-len is 513, the model's context has 512 tokens"),
-        (["--no-enable-chunked-prefill"], "--max-num-batched-tokens is 128, --max-model-len is 512"),
-        (["--num-gpu-blocks-override", "40", "--preemption-mode", "swap"], "needs --swap-space"),
+        (
+            ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "128"],
+            "--max-num-batched-tokens is 128 and --max-model-len is 512",
+        ),
+        (["--num-gpu-blocks-override", "40", "--preemption-mode", "swap"], "give --swap-space too"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(build: Build, flags: list[str], message: str) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import EngineFlags, parse
+from common.config import EngineFlags, PreemptionMode, parse
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
-from common.runner.memory import MemoryUse, PoolPlan, has_given_size, plan_pool
+from common.runner.memory import MemoryUse, PoolPlan, check_memory_flags, has_given_size, plan_pool
 from common.runner.process_memory import Bound, Peak
 from common.scheduling.config import SchedulerConfig
 
@@ -76,9 +76,11 @@ def test_the_default_host_pool_takes_nothing_from_the_last_full_length_request()
 
 
 def test_every_number_of_the_sum_is_on_a_line_of_its_own() -> None:
-    assert [line.split("MiB")[0].split() for line in plan(USE, "--swap-space", "50MiB").lines] == [
+    lines = plan(USE, "--swap-space", "50MiB").lines
+    assert lines[1].split()[:2] == ["x", "0.2"]
+    assert [line.split("MiB")[0].split() for line in lines if "MiB" in line] == [
         ["10,000.0"],
-        ["2,000.0"],
+        ["=", "2,000.0"],
         ["-", "100.0"],
         ["-", "400.0"],
         ["-", "200.0"],
@@ -87,7 +89,7 @@ def test_every_number_of_the_sum_is_on_a_line_of_its_own() -> None:
     ]
     text = "\n".join(plan(USE).lines)
     assert "control group /pod" in text
-    assert "--cpu-memory-utilization 0.2" in text
+    assert "--cpu-memory-utilization" in text
     assert "128 tokens of 64 requests, context 160" in text
 
 
@@ -111,8 +113,22 @@ def test_never_more_than_is_free() -> None:
     crowded = replace(USE, free=Bound(500 * MIB, "control group /pod"))
     found = plan(crowded, "--swap-space", "100MiB")
     assert found.num_blocks == 500 - 200 - 100
-    assert found.lines[-1].split()[:2] == ["=", "200.0"]
-    assert "no more than 500.0 MiB are free (control group /pod)" in found.lines[-1]
+    signs = [(line[0], line.split("MiB")[0].split()[-1]) for line in found.lines]
+    assert signs == [(" ", "10,000.0"), ("=", "500.0"), ("-", "200.0"), ("-", "100.0"), ("=", "200.0")]
+    assert "less than its share of 0.2 is free" in found.lines[0]
+    assert "control group /pod" in found.lines[1]
+
+
+def test_flags_that_do_not_go_together_are_refused_before_anything_is_measured() -> None:
+    def check(*argv: str, mode: PreemptionMode = "auto") -> None:
+        check_memory_flags(parse(EngineFlags, argv), SchedulerConfig(preemption_mode=mode))
+
+    with pytest.raises(ConfigError, match="both given, one is enough"):
+        check("--num-gpu-blocks-override", "40", "--kv-cache-memory-bytes", "1GiB")
+    with pytest.raises(ConfigError, match="give --swap-space too"):
+        check("--num-gpu-blocks-override", "40", mode="swap")
+    check("--num-gpu-blocks-override", "40", "--swap-space", "1", mode="swap")
+    check(mode="swap")
 
 
 def test_exactly_one_full_length_request_is_enough() -> None:

@@ -64,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=5,
             max_model_len=64,
             enable_chunked_prefill=is_chunked,
-            long_prefill_token_threshold=threshold,
+            long_prefill_token_threshold=threshold if is_chunked else 0,
             max_num_partial_prefills=max_partial,
             scheduling_policy=policy,
             preemption_mode=mode,

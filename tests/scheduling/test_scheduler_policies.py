@@ -79,8 +79,13 @@ def test_without_chunking_prompts_are_computed_whole(make_scheduler, make_runner
 
 
 def test_without_chunking_the_budget_must_hold_the_longest_request():
-    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens is 512, --max-model-len is 2048"):
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens is 512 and --max-model-len is 2048"):
         SchedulerConfig(enable_chunked_prefill=False)
+
+
+def test_a_threshold_without_chunking_is_refused():
+    with pytest.raises(ConfigError, match="needs chunked prefill"):
+        SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=2048, long_prefill_token_threshold=64)
 
 
 @pytest.mark.parametrize(

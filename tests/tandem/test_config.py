@@ -62,7 +62,7 @@ def test_a_config_cannot_be_changed() -> None:
         (["--port", "99999"], "--port is '99999': must be less than or equal to 65535"),
         (["--max-num-seqs", "many"], "--max-num-seqs is 'many': must be a valid integer"),
         (["--proxy", "localhost:1"], "--proxy is localhost:1: 'localhost:1' is no endpoint, must look like tcp://"),
-        (["--kv-cache-memory-bytes", "2XB"], "--kv-cache-memory-bytes is '2XB': could not interpret byte unit: XB"),
+        (["--kv-cache-memory-bytes", "2XB"], "--kv-cache-memory-bytes is '2XB': must be a size such as 512MiB or 4GiB"),
         (["a", "--model", "b"], "'a' and --model are both given"),
         (["a", "b"], "argument 'b' is not expected"),
         (["--model"], "argument --model: expected one argument"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import parse
+from common.config import EngineFlags, parse
 from common.errors import ConfigError, UnavailableError
 from tandem import serve
 from tandem.child import ChildSpec
@@ -92,6 +92,19 @@ def test_memory_is_shared_out() -> None:
     assert {_flag(spec, "--cpu-memory-utilization") for spec in many[1:]} == {"0.0800"}
     given = _specs("--prefill", "4", "--decode", "6", "--cpu-memory-utilization", "0.05")
     assert {_flag(spec, "--cpu-memory-utilization") for spec in given[1:]} == {"0.05"}
+    with pytest.raises(ConfigError, match=r"0\.4 for each of 3 nodes.*at most 0\.33"):
+        _specs("--decode", "2", "--cpu-memory-utilization", "0.4")
+
+
+def test_sizes_keep_their_unit_on_the_way_to_the_nodes() -> None:
+    for text, num_bytes in (("1000B", 1000), ("2", 2**31), ("512MiB", 2**29)):
+        [_, _, decode] = _specs("--swap-space", text)
+        assert parse(EngineFlags, ["--swap-space", _flag(decode, "--swap-space")]).swap_space == num_bytes
+
+
+def test_a_folder_is_no_record_of_steps(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a folder"):
+        _specs("--record-steps", str(tmp_path))
 
 
 def test_a_port_in_use_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
