@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -46,16 +47,25 @@ def int_if_digits(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def check_size(value: object) -> object:
+    """Raises ValueError for text that is no size: pydantic would take 1.5.2 for one byte."""
+    if isinstance(value, str) and not _SIZE.fullmatch(value.strip()):
+        raise ValueError("must be a size such as 512MiB or 4GiB")
+    return value
+
+
 def gibibytes_if_plain(value: object) -> object:
     """A number without a unit counts GiB, as vLLM's --swap-space does; one over a million can only mean bytes."""
-    if isinstance(value, str) and value.replace(".", "", 1).isdecimal():
+    if isinstance(value, str) and value.strip()[-1:].isdecimal():
         value = float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return int(value * 2**30 if value < 2**20 else value)
     return value
 
 
-GibibytesOrSize = Annotated[ByteSize, BeforeValidator(gibibytes_if_plain)]
+_SIZE = re.compile(r"\d{1,18}(\.\d{1,9})?\s*([A-Za-z]{1,3})?")
+Size = Annotated[ByteSize, BeforeValidator(check_size)]
+GibibytesOrSize = Annotated[ByteSize, BeforeValidator(gibibytes_if_plain), BeforeValidator(check_size)]
 
 
 def split_endpoints(value: object) -> object:
@@ -129,7 +139,7 @@ class EngineFlags(ModelFlags):
     cpu_memory_utilization: Share = Field(
         0.2, description="the same on a CPU, of the memory this process may use; several nodes share a machine"
     )
-    kv_cache_memory_bytes: ByteSize | None = Field(
+    kv_cache_memory_bytes: Size | None = Field(
         None, gt=0, description="memory for KV blocks, such as 2GiB; default: what the share above leaves"
     )
     num_gpu_blocks_override: int | None = Field(None, ge=2, description="number of KV blocks, whatever memory allows")

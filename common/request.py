@@ -39,6 +39,7 @@ class Request:
     wants_cached_only: a computation that computes nothing: it pins and reports what the prefix cache has, and ends.
     adapter: content digest of the LoRA adapter it is computed with, empty for the base model.
     precedence: (priority, arrival number), given by the scheduler when it takes the request; smaller goes first.
+    num_resets_at_start: how often the prefix cache had been emptied when the scheduler took the request.
     num_cached_tokens: tokens whose KV was found in this node's prefix cache at first admission.
     """
 
@@ -57,6 +58,7 @@ class Request:
     wants_cached_only: bool = False
 
     precedence: tuple[int, int] = (0, 0)
+    num_resets_at_start: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None

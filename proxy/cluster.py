@@ -90,6 +90,8 @@ class Cluster:
         self._requests: dict[str, PlacedRequest] = {}
         self._links: dict[bytes, Link] = {}
         self._link_of: dict[str, Link] = {}  # joined nodes, by instance id
+        self._num_resets = 0
+        self._resets_at_join: dict[str, int] = {}  # by instance id: what came before need not be told
         self._socket = ControlSocket(endpoint, self.instance_id, self.received, self.received_bad)
 
     @property
@@ -134,16 +136,29 @@ class Cluster:
         return link.sent
 
     async def reset_prefix_caches(self) -> int:
-        """Tells every joined node to empty its prefix cache; how many were told.
+        """Has every joined node empty its prefix cache; how many did.
 
-        Comes back when each of them has got the message or is gone, so that no later request finds what was cached.
+        Comes back when each of them has got the message or is gone: no later request finds what was cached. Prefill
+        nodes go first, so that a decode node that is done can fetch nothing old. A node that is gone and comes back is
+        told then (`_hello`).
         """
-        sent = [(node.instance_id, self.send(node.instance_id, m.ResetPrefixCache())) for node in self.pool]
-        told = [(self._link_of[node_id], node_id, sequence) for node_id, sequence in sent if sequence is not None]
-        for link, node_id, sequence in told:
-            while self._link_of.get(node_id) is link and link.acknowledged < sequence:  # noqa: ASYNC110
-                await asyncio.sleep(_ACKNOWLEDGEMENT_POLL_SECONDS)  # its next Status tells
-        return len(told)
+        self._num_resets += 1
+        num_done = 0
+        for role in ("prefill", "decode"):
+            node_ids = [node.instance_id for node in self.pool if node.role == role]
+            sent = [(node_id, self.send(node_id, m.ResetPrefixCache())) for node_id in node_ids]
+            for node_id, sequence in sent:
+                num_done += sequence is not None and await self._acknowledged(node_id, sequence)
+        return num_done
+
+    async def _acknowledged(self, node_id: str, sequence: int) -> bool:
+        """When the node has this message; False when its connection is gone, which its lease brings about."""
+        link = self._link_of.get(node_id)
+        while link is not None and link.acknowledged < sequence:
+            if self._link_of.get(node_id) is not link:
+                return False
+            await asyncio.sleep(_ACKNOWLEDGEMENT_POLL_SECONDS)  # its next Status tells
+        return link is not None
 
     def node_samples(self) -> Iterator[NodeSample]:
         """What /metrics shows of the nodes."""
@@ -207,6 +222,8 @@ class Cluster:
         is_new = node_id not in self._link_of
         self._join(link, node_id)
         self._socket.send(link, node_id, self._welcome)
+        if self._num_resets > self._resets_at_join.setdefault(node_id, self._num_resets):
+            self._socket.send(link, node_id, m.ResetPrefixCache())  # it may have been away, or lost the message
         if is_new:
             log_event(log, "node_joined", node=node_id, role=hello.role, num_blocks=hello.stats.num_blocks)
         self._reconcile(node_id, envelope.received, hello.live_requests)

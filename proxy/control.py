@@ -53,7 +53,7 @@ class Link:
         """Counts a received message; True when messages before it were lost."""
         has_gap = envelope.sequence != self.received + 1
         self.received = envelope.sequence
-        self.acknowledged = envelope.received
+        self.acknowledged = min(envelope.received, self.sent)  # a count of an earlier connection says nothing here
         self.last_heard = now
         return has_gap
 

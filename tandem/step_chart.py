@@ -23,7 +23,7 @@ def draw(steps: Steps, output: Path) -> None:
     header, stretches = steps.header, Stretches(steps)
     figure = Figure(figsize=(12, 13), layout="constrained")
     batch, blocks, queue, preemptions, duration = figure.subplots(5, 1, sharex=True)
-    figure.suptitle(f"{header.role} node {header.node} · {header.model} · {len(steps):,} steps")
+    figure.suptitle(f"{header.role} node {header.node} · {header.model} · {len(steps):,} steps", parse_math=False)
     _draw_batch(batch, stretches)
     _draw_blocks(blocks, stretches)
     _draw_queue(queue, stretches)

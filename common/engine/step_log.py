@@ -6,7 +6,9 @@ no step. A process that is killed loses what it had not written, at most a secon
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from collections import deque
 from contextlib import ExitStack
@@ -22,6 +24,7 @@ from common.errors import ConfigError
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS: Final = 0.5
+CLOSE_SECONDS: Final = 5.0
 FORMAT_VERSION: Final = 1
 
 
@@ -64,7 +67,7 @@ class StepRecorder:
     def close(self) -> None:
         """Writes what is left. No step may follow."""
         self._is_closing.set()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)  # a file that takes nothing keeps no process from ending
 
     def _run(self) -> None:
         with self._file as file:
@@ -88,7 +91,9 @@ class StepRecorder:
 def _create(path: Path, first_line: bytes) -> BinaryIO:
     try:
         with ExitStack() as on_error:
-            file = on_error.enter_context(path.open("wb", buffering=0))
+            # NONBLOCK: a pipe without a reader, or whose reader stands still, is an error and nobody waits for it
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+            file = on_error.enter_context(os.fdopen(descriptor, "wb", buffering=0))
             _write_all(file, first_line)
             on_error.pop_all()
             return file
@@ -103,7 +108,10 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
     """An unbuffered write may take a part only, before it says that the disk is full."""
     rest = memoryview(data)
     while rest:
-        rest = rest[file.write(rest) :]
+        num_written = file.write(rest)
+        if num_written is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        rest = rest[num_written:]
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ def read_step_log(path: Path) -> StepLog:
     for number, line in enumerate(lines[1:-1], 2):  # what follows the last newline is nothing, or a line that was cut
         try:
             records.append(decoder.decode(line))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number} is no step: {error}") from None
     return StepLog(header, records)
 
@@ -139,7 +147,7 @@ def read_step_log(path: Path) -> StepLog:
 def _decode_header(path: Path, line: bytes) -> StepLogHeader:
     try:
         header = msgspec.json.decode(line, type=StepLogHeader)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise ConfigError(f"{path} is no step log: its first line is not the header --record-steps writes") from None
     if header.version != FORMAT_VERSION:
         raise ConfigError(f"{path} is a step log of version {header.version}, must be {FORMAT_VERSION}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from common.messages import Count, Seconds
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One executed step. Counts of requests and blocks are those at the step's end.
@@ -17,29 +19,29 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_preempted: those by swap included. num_swapped_out, num_swapped_in, num_copied: blocks.
     """
 
-    step: int
-    time: float
-    schedule_seconds: float
-    execute_seconds: float
-    update_seconds: float
-    swap_seconds: float
-    token_budget: int
-    num_scheduled_requests: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    num_hidden_rows: int
-    num_outputs: int
-    num_running: int
-    num_waiting: int
-    num_waiting_for_kv: int
-    num_swapped: int
-    num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_unused_slots: int
-    num_preempted: int
-    num_swap_preempted: int
-    num_swapped_out: int
-    num_swapped_in: int
-    num_copied: int
+    step: Count
+    time: Seconds
+    schedule_seconds: Seconds
+    execute_seconds: Seconds
+    update_seconds: Seconds
+    swap_seconds: Seconds
+    token_budget: Count
+    num_scheduled_requests: Count
+    num_decode_tokens: Count
+    num_prefill_tokens: Count
+    num_hidden_rows: Count
+    num_outputs: Count
+    num_running: Count
+    num_waiting: Count
+    num_waiting_for_kv: Count
+    num_swapped: Count
+    num_blocks: Count
+    num_used_blocks: Count
+    num_cached_blocks: Count
+    num_unused_slots: Count
+    num_preempted: Count
+    num_swap_preempted: Count
+    num_swapped_out: Count
+    num_swapped_in: Count
+    num_copied: Count
     is_cancelled: bool = False

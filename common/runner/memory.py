@@ -133,7 +133,6 @@ def _given(
     else:
         assert flags.kv_cache_memory_bytes is not None
         flag, num_blocks = "--kv-cache-memory-bytes", flags.kv_cache_memory_bytes // layout.block_bytes
-        _check_holds_one_request(layout, flags.kv_cache_memory_bytes, max_model_len)
     kv_bytes = num_blocks * layout.block_bytes
     if kv_bytes + swap_bytes > use.free.num_bytes:
         swap = f" beside {mib(swap_bytes)} of --swap-space" if swap_bytes else ""
@@ -141,6 +140,8 @@ def _given(
             f"{flag} asks for {mib(kv_bytes)} of KV blocks{swap}, but {mib(use.free.num_bytes)} are free"
             f" ({use.free.source}); give less"
         )
+    if flags.kv_cache_memory_bytes is not None:
+        _check_holds_one_request(layout, flags.kv_cache_memory_bytes, max_model_len)
     lines = (
         _line("", use.limit.num_bytes, f"memory that this process may use ({use.limit.source})"),
         _line("", use.free.num_bytes, f"free now, with the weights loaded ({use.free.source})"),
@@ -260,7 +261,8 @@ class _Sum:
     def _advice(self) -> list[str]:
         """What would help, each by itself."""
         found = []
-        needed_share = math.ceil((self.taken_bytes + self.request_bytes) / self.use.limit.num_bytes * 100) / 100
+        limit_bytes = max(self.use.limit.num_bytes, 1)
+        needed_share = math.ceil((self.taken_bytes + self.request_bytes) / limit_bytes * 100) / 100
         if self.left_of_free >= self.request_bytes and needed_share <= 1:
             found.append(f"raise --cpu-memory-utilization to {needed_share:g}")
             found.append(f"give --kv-cache-memory-bytes, at least {math.ceil(self.request_bytes / 2**20)}MiB")

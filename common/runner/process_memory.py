@@ -102,11 +102,13 @@ class ProcessMemory:
 
     def _memberships(self) -> Iterator[tuple[_Hierarchy, PurePosixPath]]:
         try:
-            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
+            lines = (self._proc / "self" / "cgroup").read_text(errors="replace").splitlines()
         except OSError:
             return
         for line in lines:
-            _, controllers, path = line.split(":", 2)
+            _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
+            if not path.startswith("/"):
+                continue
             if not controllers:
                 yield _VERSION_2, PurePosixPath(path)
             elif "memory" in controllers.split(","):
@@ -126,26 +128,37 @@ class _Hierarchy:
     inactive_file: key of memory.stat, page cache that the kernel drops before it refuses memory."""
 
     mounts: tuple[str, ...]
-    limit: str
+    limits: tuple[str, ...]
     usage: str
     inactive_file: str
 
     def read(self, directory: Path) -> _Group | None:
-        """None without a limit, and where there is no such group."""
-        try:
-            limit = (directory / self.limit).read_text().strip()
-            if limit == "max":
-                return None
-            usage = int((directory / self.usage).read_text())
-            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        except OSError:
+        """None without a limit, and where there is no such group. A limit counts though its usage cannot be read."""
+        limits = [limit for name in self.limits if (limit := _number(directory / name)) is not None]
+        if not limits:
             return None
-        evictable = int(stat.get(self.inactive_file, 0))
-        return _Group(f"control group {directory}", int(limit), max(usage - evictable, 0))
+        usage = _number(directory / self.usage) or 0
+        return _Group(f"control group {directory}", min(limits), max(usage - self._evictable(directory), 0))
+
+    def _evictable(self, directory: Path) -> int:
+        try:
+            lines = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
+        except OSError:
+            return 0
+        return sum(int(words[1]) for words in lines if words[:1] == [self.inactive_file] and words[1:2] != [])
 
 
-_VERSION_2 = _Hierarchy(("", "unified"), "memory.max", "memory.current", "inactive_file")
-_VERSION_1 = _Hierarchy(("memory",), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Hierarchy(("", "unified"), ("memory.max", "memory.high"), "memory.current", "inactive_file")
+_VERSION_1 = _Hierarchy(("memory",), ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no such file, or no number in it: `max`."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
 
 
 def _directories(mount: Path, path: PurePosixPath) -> list[Path]:
@@ -158,8 +171,9 @@ def _directories(mount: Path, path: PurePosixPath) -> list[Path]:
 
 def _sizes(file: Path) -> dict[str, int]:
     """Bytes by name, of lines such as `VmRSS:    1234 kB`."""
-    lines = (line.split() for line in file.read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+    lines = (line.split() for line in file.read_text(errors="replace").splitlines())
+    sizes = (words for words in lines if len(words) == 3 and words[2] == "kB" and words[1].isdecimal())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in sizes}
 
 
 def _release_freed_heap() -> None:

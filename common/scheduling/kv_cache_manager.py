@@ -44,6 +44,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self.swap_space = SwapSpace(num_host_blocks)
+        self.num_resets = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._tables: dict[str, BlockTable] = {}
@@ -151,6 +152,10 @@ class KVCacheManager:
             list(table.block_ids), table.num_filled_tokens, table.num_offered, table.is_cacheable
         )
 
+    def keep_from_cache(self, request_id: str) -> None:
+        """What is and will be in its blocks is not offered to the prefix cache."""
+        self._tables[request_id].is_cacheable = False
+
     def mark_filled(self, request: Request, num_tokens: int) -> None:
         """KV of the first `num_tokens` tokens is in: full blocks become visible to the prefix cache."""
         table = self._tables[request.request_id]
@@ -171,7 +176,9 @@ class KVCacheManager:
             self.pool.free(table.block_ids)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is reused, also not what is being computed now: its head would be missing."""
+        """Nothing computed so far is reused, also not what is being computed now (its head would be missing), and what
+        another node computes for a request that is here already."""
+        self.num_resets += 1
         self.pool.forget_all()
         for table in self._tables.values():
             table.is_cacheable = False

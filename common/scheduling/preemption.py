@@ -60,6 +60,7 @@ class MarginalCost:
     """
 
     _DECAY = 0.99
+    _FADING = 0.9
 
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
@@ -82,6 +83,11 @@ class MarginalCost:
         self._y = self._y * self._DECAY + seconds
         self._xx = self._xx * self._DECAY + num_items * num_items
         self._xy = self._xy * self._DECAY + num_items * seconds
+
+    def fade(self) -> None:
+        """It was found too dear and not measured again: believed a little less, so that it is tried again some day."""
+        self._y *= self._FADING
+        self._xy *= self._FADING
 
 
 class PreemptionCosts:

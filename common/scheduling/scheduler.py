@@ -72,6 +72,7 @@ class Scheduler:
         self._num_added += 1
         priority = request.priority if self.config.scheduling_policy == "priority" else 0
         request.precedence = (priority, self._num_added)
+        request.num_resets_at_start = self.cache.num_resets
         request.status = RequestStatus.WAITING
         self.requests[request.request_id] = request
         if request.wants_cached_only:
@@ -222,6 +223,8 @@ class Scheduler:
         num_cached = self._admit(request, num_slots)
         if num_cached is None:
             return False
+        if request.num_resets_at_start != self.cache.num_resets:
+            self.cache.keep_from_cache(request.request_id)  # its KV may have been computed before the reset
         request.num_computed_tokens = min(num_cached, request.num_tokens - 1)
         request.status = RequestStatus.WAITING_FOR_KV
         self._reservations.add(request)
@@ -325,7 +328,10 @@ class Scheduler:
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
         num_tokens = victim.num_computed_tokens
-        return self.costs.prefers_swap(num_tokens, self.cache.layout.num_blocks_for(num_tokens))
+        if self.costs.prefers_swap(num_tokens, self.cache.layout.num_blocks_for(num_tokens)):
+            return True
+        self.costs.swap.fade()
+        return False
 
     def _requeue(self, request: Request, status: RequestStatus = RequestStatus.WAITING) -> None:
         self.cache.free(request.request_id)

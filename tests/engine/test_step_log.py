@@ -86,6 +86,22 @@ def test_a_failing_write_ends_the_recording_and_nothing_else(
     recorder(records[0])
 
 
+def test_a_pipe_that_nobody_reads_is_refused_and_one_that_stands_still_holds_up_nobody(
+    tmp_path: Path, records: list[StepRecord], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        StepRecorder(path, HEADER)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    recorder = StepRecorder(path, HEADER)
+    for record in records * 1000:  # more than a pipe holds
+        recorder(record)
+    recorder.close()
+    assert "steps are recorded no more" in caplog.text
+    os.close(reader)
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--record-steps is .*/none/steps.jsonl, which cannot be written: No such"):
         StepRecorder(tmp_path / "none" / "steps.jsonl", HEADER)
@@ -98,6 +114,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -
     [
         (b"", "is empty"),
         (b"some text\n", "is no step log"),
+        (b"[" * 100_000 + b"\n", "is no step log"),
         (b"\xff\xfe\n", "is no step log"),
         (b'{"step": 1}\n', "is no step log"),
         (msgspec.json.encode(msgspec.structs.replace(HEADER, version=9)) + b"\n", "of version 9, must be 1"),

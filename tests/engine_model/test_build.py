@@ -53,7 +53,7 @@ def test_the_sum_is_logged_and_is_right(build: Build, is_run: list[bool], caplog
     assert parts.kv_cache.num_blocks == pytest.approx(left * 2**20 / parts.layout.block_bytes, rel=1e-3)
     num_usable = parts.kv_cache.num_blocks - 1
     assert f"{num_usable} blocks of 16 tokens" in pool
-    assert f"{num_usable / 32:.1f} full-length requests of 512 tokens fit" in pool
+    assert f"{num_usable * 10 // 32 / 10} full-length requests of 512 tokens fit" in pool
 
 
 def test_what_is_measured_is_what_is_subtracted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

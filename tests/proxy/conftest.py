@@ -78,6 +78,8 @@ class ScriptedNode:
         self.rejection: tuple[str, str, bool] | None = None
         self.knows_requests = True
         self.proxy_id = ""
+        self.is_silent = False
+        """If set, no Status is sent."""
         self.losses: random.Random | None = None
         """If set, messages are lost by its dice, one of ten."""
         self._sent = 0
@@ -148,7 +150,8 @@ class ScriptedNode:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(0.05)
-            await self.send(m.Status(stats=self.stats))
+            if not self.is_silent:
+                await self.send(m.Status(stats=self.stats))
 
     async def _receive(self) -> None:
         while True:

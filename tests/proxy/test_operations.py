@@ -170,7 +170,31 @@ async def test_reset_prefix_cache_does_not_wait_for_a_node_that_is_gone(proxy: A
     assert (await proxy.post("/reset_prefix_cache", {}))[1] == {"status": "ok", "num_nodes": 0}
     node = await proxy.node()
     await node.die()
-    assert (await proxy.post("/reset_prefix_cache", {}))[0] == 200
+    assert (await proxy.post("/reset_prefix_cache", {}))[1] == {"status": "ok", "num_nodes": 0}
+
+
+async def test_reset_prefix_cache_is_told_to_a_node_that_comes_back(proxy: Any) -> None:
+    node = await proxy.node()
+    await proxy.post("/reset_prefix_cache", {})
+    assert node.count(m.ResetPrefixCache) == 1
+    await node.send(node.hello)  # as after a gap, or a time in which it was lost
+    await node.expect(m.ResetPrefixCache, 2)
+    new = await proxy.node()
+    await new.send(new.hello)
+    await new.expect(m.Welcome, 2)
+    await proxy.post("/reset_prefix_cache", {})
+    assert new.count(m.ResetPrefixCache) == 1  # nothing was reset in its time before
+
+
+async def test_prefill_nodes_reset_their_prefix_caches_before_decode_nodes(proxy: Any, until: Any) -> None:
+    prefill, decode = await proxy.node(role="prefill"), await proxy.node()
+    prefill.is_silent = True
+    reset = asyncio.create_task(proxy.post("/reset_prefix_cache", {}))
+    await until(lambda: prefill.count(m.ResetPrefixCache))
+    assert not decode.count(m.ResetPrefixCache)
+    prefill.is_silent = False
+    assert (await reset)[1] == {"status": "ok", "num_nodes": 2}
+    assert decode.count(m.ResetPrefixCache) == 1
 
 
 # --- load -----------------------------------------------------------------------------------------------------------

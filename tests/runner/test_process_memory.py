@@ -168,3 +168,32 @@ def test_the_real_peak_is_seen_though_the_memory_is_given_back() -> None:
     large = memory.measure_peak(lambda: torch.ones(128 * MIB, dtype=torch.uint8).sum().item())
     assert large.num_bytes > 120 * MIB
     assert not small.is_exact or small.num_bytes < 32 * MIB  # an older, higher peak is forgotten where the mark resets
+
+
+def test_a_limit_counts_though_its_usage_cannot_be_read(machine: Machine) -> None:
+    machine.be_in("0::/pod")
+    machine.add_group("pod", 2, 500 * MIB, used=400 * MIB)
+    directory = next(machine.groups.rglob("memory.current")).parent
+    (directory / "memory.current").unlink()
+    (directory / "memory.stat").unlink()
+    assert machine.limit_mib == 500
+    assert machine.free_mib == 500
+
+
+def test_a_soft_limit_counts_too(machine: Machine) -> None:
+    machine.be_in("0::/pod")
+    machine.add_group("pod", 2, "max", used=400 * MIB)
+    directory = next(machine.groups.rglob("memory.current")).parent
+    (directory / "memory.high").write_text(f"{900 * MIB}\n")
+    assert machine.limit_mib == 900
+    assert machine.free_mib == 500
+
+
+def test_odd_lines_are_passed_over(machine: Machine) -> None:
+    machine.be_in("", "nonsense", "0::", "0::relative", "0::/pod")
+    machine.add_group("pod", 2, 1000 * MIB)
+    directory = next(machine.groups.rglob("memory.stat")).parent
+    (directory / "memory.stat").write_text("inactive_file\nx y z\n\n")
+    assert machine.limit_mib == 1000
+    (directory / "memory.max").write_text("")
+    assert machine.limit_mib == machine.memory.limit().num_bytes / MIB

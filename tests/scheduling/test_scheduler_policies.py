@@ -176,3 +176,30 @@ def test_a_shared_partial_block_is_counted_once(make_scheduler):
     cache.mark_filled(parent, 11)
     cache.fork(parent, child)
     assert cache.num_unused_slots() == 5
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_kv_that_was_on_its_way_at_a_reset_is_not_found_after_it(
+    make_scheduler, make_runner, make_request, assert_empty, is_reset
+):
+    """A fetch may have been opened, and computed elsewhere, long before its request got its blocks here."""
+    scheduler = make_scheduler(max_num_seqs=1)
+    runner = make_runner(scheduler)
+    scheduler.add(make_request(8, max_tokens=2))
+    runner.step()
+    prompt = list(range(20))
+    remote = make_request(prompt=prompt, max_tokens=2, wants_remote_kv=True)
+    scheduler.add(remote)
+    if is_reset:
+        scheduler.reset_prefix_cache()
+    while not (batch := runner.step()).reserved:
+        pass
+    assert batch.reserved == (remote,)
+    runner.fetch(remote, scheduler.cache.block_ids(remote.request_id), 0, 20)
+    scheduler.adopt(remote.request_id, 20)
+    finish(scheduler, runner)
+    again = make_request(prompt=prompt, max_tokens=1)
+    scheduler.add(again)
+    finish(scheduler, runner)
+    assert again.num_cached_tokens == (0 if is_reset else 16)
+    assert_empty(scheduler)

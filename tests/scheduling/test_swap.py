@@ -326,6 +326,23 @@ def test_the_scheduler_asks_the_costs(make_scheduler, make_runner, make_request,
     assert younger.status is status
 
 
+def test_one_slow_swap_is_not_held_against_it_for_ever(make_scheduler, make_runner, make_request):
+    """Nobody measures swaps while all are recomputed."""
+    scheduler, _, _ = two_that_do_not_fit(make_scheduler, make_request, preemption_mode="auto")
+    runner = make_runner(scheduler)
+    scheduler.costs.compute.observe(16, 0.016)
+    scheduler.costs.swap.observe(3, 10.0)  # the machine stood still
+    for _ in range(100):
+        while scheduler.requests:
+            runner.step()
+        if scheduler.num_swap_preemptions:
+            break
+        for _ in range(2):
+            scheduler.add(make_request(15, max_tokens=20))
+    assert scheduler.num_swap_preemptions
+    assert scheduler.num_preemptions > 10
+
+
 def test_recompute_mode_never_swaps(make_scheduler, make_runner, make_request):
     scheduler, _, younger = two_that_do_not_fit(make_scheduler, make_request, preemption_mode="recompute")
     runner = make_runner(scheduler)
