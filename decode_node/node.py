@@ -150,6 +150,10 @@ class DecodeNode:
             text = f"token id {worst} is out of range, the vocabulary has {self._limits.vocab_size} tokens"
             return rejected("invalid_value", text, is_retryable=False)
         try:
+            message.params.check_vocabulary(self._limits.vocab_size)
+        except ValueError as error:
+            return rejected("invalid_value", str(error), is_retryable=False)
+        try:
             self._engine.check_fits(len(message.prompt_token_ids) + len(message.outputs))
         except TandemError as error:
             return rejected(error.code, error.message, is_retryable=False)

@@ -18,6 +18,7 @@ from common.logging import log_event
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
 from proxy.answer import Answer, AnswerDelta
+from proxy.bad_words import encode_bad_words
 from proxy.cluster import Cluster
 from proxy.dispatcher import Dispatcher, DispatchLimits, Job
 from proxy.openai_response import Usage
@@ -155,18 +156,24 @@ class Generator:
         """
         if self._cluster.is_closing:
             raise UnavailableError(SHUTTING_DOWN)
-        self._model.check_token_ids(body.stop_token_ids, "stop_token_ids")
-        seed = body.seed if body.seed is not None else secrets.randbits(63)
-        all_params = [
-            body.sampling_params(max_tokens=self._max_tokens(body, len(prompt), default_max_tokens), seed=seed)
-            for prompt in prompts
-        ]
+        max_tokens = [self._max_tokens(body, len(prompt), default_max_tokens) for prompt in prompts]
+        all_params = self._all_params(body, max_tokens)
         wakeup = asyncio.Event()
         choices = [
             self._choice(index, body, prompt, params, wakeup, arrived, continues_prompt=continues_prompt)
             for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
         ]
         return Generation(name, choices, sum(map(len, prompts)), wakeup)
+
+    def _all_params(self, body: GenerationBody, max_tokens: Sequence[int]) -> list[SamplingParams]:
+        """Of each prompt; token ids are checked here, where the vocabulary is known."""
+        for field, token_ids in body.token_id_fields.items():
+            self._model.check_token_ids(token_ids, field)
+        bad_words = encode_bad_words(body.bad_words, self._model.tokenizer)
+        for word in bad_words:
+            self._model.check_token_ids(word, "bad_words")
+        seed = body.seed if body.seed is not None else secrets.randbits(63)
+        return [body.sampling_params(max_tokens=n, seed=seed, bad_words_token_ids=bad_words) for n in max_tokens]
 
     def _choice(
         self,

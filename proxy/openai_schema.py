@@ -7,6 +7,7 @@ against the vocabulary by whoever has it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -18,9 +19,13 @@ from common.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 MAX_STOP_STRINGS = 16  # OpenAI takes 4
 MAX_STOP_LENGTH = 512
+MAX_BAD_WORDS = 128  # each becomes up to two sequences of token ids
+MAX_BAD_WORD_LENGTH = 128
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 DEFAULT_COMPLETION_TOKENS = 16
+
+_TOKEN_ID = re.compile(r"-?(0|[1-9]\d{0,9})", re.ASCII)  # written in one way only: no two keys are the same id
 
 _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Fields that say something about the caller and nothing about the answer."""
@@ -28,12 +33,7 @@ _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_ke
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -114,6 +114,13 @@ class GenerationBody(_Strict):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
     seed: int | None = None
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
@@ -145,6 +152,35 @@ class GenerationBody(_Strict):
                 raise ValueError(f"must hold strings of 1 to {MAX_STOP_LENGTH} characters")
         return stops
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_logit_bias(cls, logit_bias: object) -> object:
+        """JSON has strings for keys."""
+        if not isinstance(logit_bias, dict):
+            raise ValueError("must be an object of token ids and numbers")
+        if wrong := [key for key in logit_bias if not _TOKEN_ID.fullmatch(key)]:
+            raise ValueError(f"has the key {wrong[0][:32]!r}, must have token ids as keys")
+        if any(type(bias) not in (int, float) for bias in logit_bias.values()):
+            raise ValueError("has a value that is no number")
+        return {int(key): bias for key, bias in logit_bias.items()}
+
+    @field_validator("allowed_token_ids", mode="before")
+    @classmethod
+    def _check_allowed_token_ids(cls, token_ids: object) -> object:
+        if not _is_token_ids(token_ids):
+            raise ValueError("must be a list of token ids, and not empty")
+        return token_ids
+
+    @field_validator("bad_words")
+    @classmethod
+    def _check_bad_words(cls, words: list[str]) -> list[str]:
+        if len(words) > MAX_BAD_WORDS:
+            raise ValueError(f"has {len(words)} words, at most {MAX_BAD_WORDS} are allowed")
+        for word in words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+                raise ValueError(f"has a word of {len(word)} characters, must be from 1 to {MAX_BAD_WORD_LENGTH}")
+        return words
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -163,7 +199,18 @@ class GenerationBody(_Strict):
         """None for none, otherwise how many of the most likely tokens go with each token."""
         raise NotImplementedError
 
-    def sampling_params(self, *, max_tokens: int, seed: int) -> SamplingParams:
+    @property
+    def token_id_fields(self) -> dict[str, list[int]]:
+        """What must be of the vocabulary, by field."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": list(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or [],
+        }
+
+    def sampling_params(
+        self, *, max_tokens: int, seed: int, bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    ) -> SamplingParams:
         """Raises InvalidRequestError naming the field, its value and the range."""
         try:
             return SamplingParams(
@@ -172,9 +219,16 @@ class GenerationBody(_Strict):
                 top_k=self.top_k,
                 min_p=self.min_p,
                 max_tokens=max_tokens,
+                min_tokens=self.min_tokens,
                 seed=seed,
                 stop_token_ids=tuple(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.logit_bias,
+                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+                bad_words_token_ids=bad_words_token_ids,
                 logprobs=self.num_logprobs,
             )
         except ValueError as error:

@@ -10,6 +10,7 @@ that has no rows of its own. The runner keeps nothing of a request from one step
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from common.models.llama import Llama
 from common.request import Request
 from common.runner.input_batch import InputBatch
 from common.runner.kv_cache import KVCache
+from common.runner.logits import LogitRules
 from common.runner.sampler import Sampler, SamplingRow
 from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
 from kernels.plan import AttentionShape
@@ -42,6 +44,7 @@ class ModelRunner:
             dtype=kv_cache.pool.dtype,
         )
         self._input_batch = InputBatch(self._shape)
+        self._rules: WeakKeyDictionary[Request, LogitRules | None] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput, inbox: Inbox, should_cancel: CancelCheck) -> StepResult:
@@ -92,13 +95,18 @@ class ModelRunner:
             return {}
         assert self._sampler is not None, "a node without a head was asked to sample"
         logits = self._model.logits(torch.stack([vector.float() for vector in vectors]))
-        sampled = self._sampler(logits, [_sampling_row(request) for request in requests])
+        sampled = self._sampler(logits, [self._sampling_row(request) for request in requests])
         return {request.request_id: token for request, token in zip(requests, sampled, strict=True)}
 
+    def _sampling_row(self, request: Request) -> SamplingRow:
+        assert request.params is not None
+        outputs = request.output_token_ids
+        return SamplingRow(request.params, len(outputs), rules=self._rules_of(request), output_token_ids=outputs)
 
-def _sampling_row(request: Request) -> SamplingRow:
-    assert request.params is not None
-    return SamplingRow(request.params, output_index=len(request.output_token_ids))
+    def _rules_of(self, request: Request) -> LogitRules | None:
+        if request not in self._rules:
+            self._rules[request] = LogitRules.of(request, self._model.config.vocab_size)
+        return self._rules[request]
 
 
 def _last_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:

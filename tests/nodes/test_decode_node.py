@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common import messages as m
 from common.clock import ManualClock
@@ -158,6 +160,25 @@ async def test_token_out_of_the_vocabulary_is_rejected_for_good() -> None:
     assert isinstance(rejected, m.Rejected)
     assert not rejected.is_retryable
     assert rejected.message == "token id 50 is out of range, the vocabulary has 50 tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_token_ids", (10**9,)),
+        ("logit_bias", {50: 1.0}),
+        ("allowed_token_ids", (3, 50)),
+        ("bad_words_token_ids", ((3,), (50, 4))),
+    ],
+)
+async def test_m11_parameters_out_of_the_vocabulary_are_rejected_before_the_engine(field: str, value: object) -> None:
+    scene = Scene()
+    scene.decode(params=SamplingParams(**{field: value}))
+    (rejected,) = scene.sent
+    assert isinstance(rejected, m.Rejected)
+    assert (rejected.code, rejected.is_retryable) == ("invalid_value", False)
+    assert re.fullmatch(rf"{field} has token id (50|1000000000), must be from 0 to 49", rejected.message)
+    assert scene.engine.requests == {}
 
 
 async def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import openai
@@ -19,7 +20,7 @@ CONTEXT = 2048
 OPTIONAL = [
     "model max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos n logit_bias presence_penalty",
     "frequency_penalty repetition_penalty min_tokens logprobs stream stream_options user priority cache_salt",
-    "skip_special_tokens use_beam_search prompt_logprobs",
+    "skip_special_tokens use_beam_search prompt_logprobs allowed_token_ids bad_words",
 ]
 OPTIONAL_FIELDS = " ".join(OPTIONAL).split()
 
@@ -76,13 +77,27 @@ async def test_null_is_the_default_in_chat(proxy: Any, hello: Any, field: str) -
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"repetition_penalty": -1}, "repetition_penalty"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1001}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"05": 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {"5": -100.5}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5, 512]}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["5"]}, "allowed_token_ids"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": ["word", ""]}, "bad_words"),
+        ({"bad_words": ["x" * 129]}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"min_tokens": 1}, "min_tokens"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
@@ -136,8 +151,12 @@ async def test_chat_values_that_are_refused(proxy: Any, hello: Any, body: dict[s
     ],
 )
 async def test_ids_out_of_range(proxy: Any, hello: Any, body: dict[str, Any]) -> None:
-    """M-11: nothing reaches a node, a neighbour is unchanged."""
-    _, reply = await asyncio.gather(refused(proxy, COMPLETIONS, {"prompt": "x", **body}), proxy.complete())
+    """M-11: nothing reaches a node, a neighbour is unchanged. The field, its value and the limit are named."""
+    error, reply = await asyncio.gather(refused(proxy, COMPLETIONS, {"prompt": "x", **body}), proxy.complete())
+    assert error["param"] in body
+    value = str(next(iter(body.values()))).strip("[]{}").split(":")[-1 if "1000" in str(body) else 0].strip(" '")
+    assert value in error["message"]
+    assert re.search("511|100|token ids", error["message"])
     assert reply["choices"][0]["text"] == "Hello"
     assert hello.count(m.Decode) == 1
 
@@ -242,6 +261,26 @@ async def test_parameters_reach_the_node(proxy: Any, hello: Any) -> None:
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
     assert (params.seed, params.stop_token_ids, params.ignore_eos, params.logprobs) == (11, (9,), True, 2)
     assert (params.max_tokens, decode.priority, decode.cache_salt) == (1, 3, "tenant")
+
+
+async def test_parameters_of_the_logits_reach_the_node(proxy: Any, hello: Any) -> None:
+    await proxy.complete(
+        presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.2, logit_bias={"5": 1, "7": -2.5},
+        min_tokens=3, allowed_token_ids=[5, 6, 7], stop_token_ids=[9], max_tokens=8,
+    )  # fmt: skip
+    params = (await hello.expect(m.Decode)).params
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -1.0, 1.2)
+    assert params.logit_bias == {5: 1.0, 7: -2.5}
+    assert (params.min_tokens, params.allowed_token_ids, params.stop_token_ids) == (3, (5, 6, 7), (9,))
+
+
+async def test_bad_words_reach_the_node_as_they_are_spelled(proxy: Any, hello: Any) -> None:
+    """At the start of a text and after a space, each once."""
+    await proxy.complete(bad_words=["the quick", " the quick", " "])
+    words = (await hello.expect(m.Decode)).params.bad_words_token_ids
+    spelled = [tuple(proxy.tokenizer.encode(text)) for text in ("the quick", " the quick", " ")]
+    assert list(words) == spelled
+    assert len(set(words)) == 3
 
 
 async def test_a_seed_is_drawn_when_none_came(proxy: Any, hello: Any) -> None:

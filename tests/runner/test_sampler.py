@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common.runner import sampler as sampler_module
 from common.runner.random_numbers import uniform
+from common.runner.ranking import highest
 from common.runner.sampler import Sampler, SamplingRow
 from common.sampling_params import SamplingParams
 
@@ -83,11 +84,21 @@ def test_how_many_tokens_are_ranked_does_not_change_the_draw(
     logits = logits.round() if has_ties else logits
     sampling = [SamplingRow(p, i) for i, p in enumerate(rows)]
     found = []
-    for widths in ((), (4, 32), (256,)):
+    for width in (4, 32, 256, 300):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampler_module, "_RANKED_WIDTHS", widths)
+            patch.setattr(sampler_module, "_RANKED_WIDTH", width)
             found.append(draw(logits, sampling))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([1, 8, 33, 64]), st.integers(1000, 1020), st.booleans())
+def test_the_highest_are_found_in_any_vocabulary(seed: int, width: int, vocab_size: int, has_ties: bool) -> None:
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(seed))
+    logits = logits.round() if has_ties else logits
+    found = highest(logits, width)
+    assert all(len(set(row)) == width for row in found.tolist())
+    assert torch.equal(logits.gather(1, found).sort(descending=True).values, logits.topk(width).values)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +176,20 @@ def test_logprobs_are_finite_even_for_logits_that_are_not() -> None:
         assert token.logprobs is not None
         assert all(math.isfinite(x) for x in [token.logprobs.logprob, *token.logprobs.top_logprobs])
         assert len(token.logprobs.top_token_ids) == 3  # no more than there are
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 300}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
+@pytest.mark.parametrize("broken", [float("nan"), -float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(
+    fields: dict[str, float], broken: float
+) -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(9))
+    logits[0] = broken
+    logits[1, 500] = broken
+    rows = [SamplingRow(SamplingParams(seed=i, **fields), 0) for i in range(3)]  # type: ignore[arg-type]
+    found = draw(logits, rows)
+    assert all(0 <= token_id < 1000 for token_id in found)
+    assert found[2] == draw(logits[2:], rows[2:])[0]
 
 
 def test_uniform_is_a_pure_function_with_pinned_values() -> None:
