@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-long lint format bench bench-engine clean
+.PHONY: help serve install install-dev test test-long lint format bench bench-engine bench-sampling clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,9 @@ bench: install-dev  ## the split service beside a loop over transformers
 
 bench-engine: install-dev  ## KV memory and scheduling beside the plain ways, some minutes (ARGS="--only memory")
 	$(BIN)/python -m benchmarks.engine $(ARGS)
+
+bench-sampling: install-dev  ## what drawing tokens costs of a step, by parameter
+	$(BIN)/python -m benchmarks.sampling $(ARGS)
 
 clean:  ## removes the virtual environment and all caches of the tools (not the models)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,8 +20,11 @@ from common.sampling_params import MAX_LOGPROBS, SamplingParams
 from common.scheduling.config import SchedulerConfig
 from common.scheduling.output import HiddenRow, ScheduledRequest, SchedulerOutput
 
-COSTLIEST_PARAMS = SamplingParams(temperature=1e4, top_p=0.99, logprobs=MAX_LOGPROBS, seed=0)
-"""Nearly equal probabilities: the sampler must rank the whole vocabulary to know where top_p ends."""
+COSTLIEST_PARAMS = SamplingParams(
+    temperature=1e4, top_p=0.99, repetition_penalty=1.1, presence_penalty=0.1, logprobs=MAX_LOGPROBS, seed=0
+)
+"""Nearly equal probabilities: the sampler must rank the whole vocabulary to know where top_p ends. Penalties: logits
+that are changed are a copy."""
 
 _NUM_REPEATS = 3
 _NUM_LAYERS = 4

@@ -54,15 +54,30 @@ def test_preempted_at_a_decode_node_that_fetches(
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 4711, "ignore_eos": True, "max_tokens": 24}
 
 
+EVERYTHING = {
+    "temperature": 1.0,
+    "min_p": 0.02,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"260": 4, "28": -100},
+    "min_tokens": 20,
+    "bad_words": ["the", "and"],
+    "ignore_eos": False,
+}
+
+
+@pytest.mark.parametrize("extra", [{}, EVERYTHING], ids=["filters", "everything"])
 def test_seeded_sampling_is_the_same_alone_in_a_batch_split_and_not(
-    split: Any, single: Any, cases: dict[str, Any], together: Any
+    split: Any, single: Any, cases: dict[str, Any], together: Any, extra: dict[str, Any]
 ) -> None:
     prompt = cases["text_story"].prompt_token_ids
-    alone = split.token_ids(prompt, **SEEDED)
+    fields = SEEDED | extra
+    alone = split.token_ids(prompt, **fields)
     strangers = [
-        lambda i=i: split.token_ids(cases["length_64"].prompt_token_ids, **{**SEEDED, "seed": i}) for i in range(7)
+        lambda i=i: split.token_ids(cases["length_64"].prompt_token_ids, **(fields | {"seed": i})) for i in range(7)
     ]
-    in_batch, *others = together(lambda: split.token_ids(prompt, **SEEDED), *strangers)
+    in_batch, *others = together(lambda: split.token_ids(prompt, **fields), *strangers)
     assert in_batch == alone
-    assert single.token_ids(prompt, **SEEDED) == alone
+    assert single.token_ids(prompt, **fields) == alone
     assert len({tuple(o) for o in others}) > 1, "seeds make no difference"

@@ -15,6 +15,18 @@ STRANGER = [(i * 53 + 7) % 199 for i in range(12)]
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 1.0, "top_p": 0.95, "top_k": 60, "seed": 5},
+    "everything": {
+        "temperature": 1.1,
+        "min_p": 0.01,
+        "seed": 6,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "logit_bias": {7: 3.0, 9: -50.0},
+        "min_tokens": 10,
+        "bad_words_token_ids": ((11,), (7, 12)),
+        "allowed_token_ids": tuple(range(3, 190)),
+    },
 }
 NUM_OUTPUTS = 24
 
@@ -78,7 +90,7 @@ def run_preempted(one: Any, shortage: Shortage, sampling: str, steps: set[int] |
 
 
 @pytest.mark.parametrize(
-    ("block_size", "sampling"), [("8", "greedy"), ("16", "greedy"), ("16", "seeded"), ("32", "seeded")]
+    ("block_size", "sampling"), [("8", "greedy"), ("16", "seeded"), ("16", "everything"), ("32", "seeded")]
 )
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("is_caching", [True, False], ids=["cached", "uncached"])
@@ -119,7 +131,7 @@ def test_preempted_at_every_step(
 
 @pytest.mark.parametrize("block_size", ["8", "16", "32"])
 @pytest.mark.parametrize("budget", ["3", "16", "17", "512"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["greedy", "everything"])
 def test_chunks_blocks_and_prefix_hits(
     tiny_generator: Callable[..., Any], right: dict[str, list[int]], block_size: str, budget: str, sampling: str
 ) -> None:
@@ -129,6 +141,20 @@ def test_chunks_blocks_and_prefix_hits(
         if num_cached:
             one.generate({"q": [*PROMPT, *right[sampling]][:num_cached]}, max_tokens=1)
         assert one.generate({"p": PROMPT}, **params(sampling))["p"] == right[sampling]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_among_32_strangers_at_every_slot_of_the_batch(
+    tiny_generator: Callable[..., Any], right: dict[str, list[int]], sampling: str
+) -> None:
+    """The slot is by arrival: so many strangers come first."""
+    one = tiny_generator("--num-gpu-blocks-override", "600")
+    for slot in range(0, 33, 4):
+        strangers = {f"s{i}": [(i * 31 + j * 17) % 199 for j in range(1 + i)] for i in range(32)}
+        before, after = list(strangers.items())[:slot], list(strangers.items())[slot:]
+        outputs = one.generate({**dict(before), "p": PROMPT, **dict(after)}, **params(sampling))
+        assert outputs["p"] == right[sampling]
+        one.engine.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
