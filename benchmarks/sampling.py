@@ -3,12 +3,14 @@
     python -m benchmarks.sampling [--only mixed,greedy] [--quick]
 
 Each arm gives all requests the same parameters; `mixed` deals them eight kinds. Greedy requests that ask for nothing
-pay for the highest logit and for nothing else. Exits with 1 when the target is missed, but not with --quick.
+pay for the highest logit and for nothing else. A second table holds answers that must match a JSON schema against free
+ones, alone and eight at once. Exits with 1 when a target is missed, but not with --quick.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -26,6 +28,7 @@ from benchmarks.load import filler
 from common.checkpoints.resolve import resolve_model
 from common.config import DEFAULT_MODEL
 from common.engine.engine import Engine
+from common.grammar.compiler import GrammarCompiler
 from common.model_config import load_model_config
 from common.request import Request
 from common.runner.factory import load_weights, make_layout
@@ -37,6 +40,7 @@ from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.output import SampledToken
 from common.scheduling.scheduler import Scheduler
+from common.structured_output import StructuredOutput
 
 NUM_REQUESTS, NUM_IN, BLOCK_SIZE = 64, 64, 16
 END_IDS = frozenset({0, 2})
@@ -68,6 +72,21 @@ ARMS["mixed"] = [
     {**ARMS["bad words"][0], **ARMS["logit_bias"][0], "temperature": 1.0, "top_p": 0.9},
 ]
 
+NAMES = [*ARMS, "schema"]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "hobbies": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 5},
+    },
+    "required": ["name", "age", "hobbies"],
+    "additionalProperties": False,
+}
+PEOPLE = json.dumps({"type": "array", "items": PERSON, "minItems": 1000})  # no answer of these runs comes to its end
+SCHEMA: Fields = {"temperature": 0.0, "structured_output": StructuredOutput("json_schema", PEOPLE)}
+
 
 class TimedSampler(Sampler):
     """seconds: of the newest call."""
@@ -96,31 +115,33 @@ class Costs:
 class Bench:
     """The engine as a decode node has it, with a sampler that is timed."""
 
-    def __init__(self, model_dir: Path, num_threads: int, num_steps: int) -> None:
+    def __init__(self, model_dir: Path, num_threads: int, num_steps: int, num_requests: int = NUM_REQUESTS) -> None:
         config = load_model_config(model_dir)
         layout = make_layout(config, BLOCK_SIZE, "float32")
         model = load_weights(model_dir, config, "float32", with_head=True, num_threads=num_threads)
+        self._grammars = GrammarCompiler(model_dir, config.vocab_size, config.eos_token_ids)
+        self._num_requests = num_requests
         self._num_steps = num_steps
-        self._max_tokens = 2 * num_steps + NUM_REQUESTS
-        num_blocks = NUM_REQUESTS * -(-(NUM_IN + self._max_tokens) // BLOCK_SIZE) + 1
+        self._max_tokens = 2 * num_steps + num_requests
+        num_blocks = num_requests * -(-(NUM_IN + self._max_tokens) // BLOCK_SIZE) + 1
         limits = SchedulerConfig(
-            max_num_batched_tokens=1024, max_num_seqs=NUM_REQUESTS, max_model_len=NUM_IN + self._max_tokens
+            max_num_batched_tokens=1024, max_num_seqs=num_requests, max_model_len=NUM_IN + self._max_tokens
         )
         self._sampler = TimedSampler()
         scheduler = Scheduler(limits, KVCacheManager(layout, num_blocks))
         self._engine = Engine(scheduler, ModelRunner(model, KVCache(layout, num_blocks, 0), self._sampler))
 
     def run(self, kinds: Sequence[Fields]) -> Costs:
-        for i in range(NUM_REQUESTS):
+        for i in range(self._num_requests):
             self._engine.add(self._request(i, kinds[i % len(kinds)]))
         costs: list[tuple[float, float]] = []
         while len(costs) < self._num_steps:
             start = time.perf_counter()
             num_outputs = count_outputs(self._engine.step())
             seconds = time.perf_counter() - start
-            if num_outputs == NUM_REQUESTS and self._engine.stats().num_queued_tokens <= NUM_REQUESTS:
+            if num_outputs == self._num_requests and self._engine.stats().num_queued_tokens <= self._num_requests:
                 costs.append((self._sampler.seconds, seconds))
-        for i in range(NUM_REQUESTS):
+        for i in range(self._num_requests):
             self._engine.abort(f"r{i}")
         while self._engine.scheduler.requests:
             self._engine.step()
@@ -128,9 +149,11 @@ class Bench:
         return Costs(float(sampling), float(step))
 
     def _request(self, number: int, fields: Fields) -> Request:
-        params = SamplingParams(**fields, seed=number, max_tokens=self._max_tokens, ignore_eos=True)
-        stops = END_IDS if params.min_tokens else frozenset()
-        return Request(f"r{number}", filler(NUM_IN, number), params, stop_token_ids=stops)
+        wanted = fields.get("structured_output")
+        params = SamplingParams(**fields, seed=number, max_tokens=self._max_tokens, ignore_eos=wanted is None)
+        stops = END_IDS if params.min_tokens or wanted else frozenset()
+        grammar = None if wanted is None else self._grammars.compile(wanted)
+        return Request(f"r{number}", filler(NUM_IN, number), params, stop_token_ids=stops, grammar=grammar)
 
 
 def compare_arms(bench: Bench, names: Sequence[str]) -> Section:
@@ -150,21 +173,44 @@ def compare_arms(bench: Bench, names: Sequence[str]) -> Section:
     )
 
 
+def compare_schema(model_dir: Path, num_threads: int, num_steps: int) -> Section:
+    rows, checks = [], []
+    for num_requests in (1, 8):
+        bench = Bench(model_dir, num_threads, num_steps, num_requests)
+        bench.run([SCHEMA])  # the lexer's automaton is built, memory of the first steps is new
+        runs = [(bench.run(ARMS["greedy"]), bench.run([SCHEMA])) for _ in range(5)]
+        free, ruled = (min(run[i].step_seconds for run in runs) for i in (0, 1))
+        rows.append([str(num_requests), f"{free * 1e3:.1f}", f"{ruled * 1e3:.1f}", f"{ruled / free:.3f}"])
+        checks.append(Check(f"time of a token, {num_requests} at once", ruled / free, 1.2, " x", is_limit=True))
+    return Section(
+        title="JSON schema: greedy answers that must match, beside free ones",
+        meaning="The whole step of the engine, mask included: its median in the quickest of five runs that take turns.",
+        header=("requests", "free ms", "schema ms", "ratio"),
+        rows=rows,
+        checks=checks,
+    )
+
+
 def main() -> int:
     options = _parser().parse_args()
     print(f"machine: {describe_machine()}, torch {torch.__version__}, {options.num_threads} thread(s)")
     print(f"model: {options.model}, float32")
     print(f"command: python -m benchmarks.sampling {shlex.join(sys.argv[1:])}\n", flush=True)
     num_steps = 4 if options.quick else options.steps
-    section = compare_arms(Bench(resolve_model(options.model), options.num_threads, num_steps), options.only)
-    print(section)
-    return 0 if options.quick or all(check.is_met for check in section.checks) else 1
+    model_dir = resolve_model(options.model)
+    sections = []
+    if arms := [name for name in options.only if name != "schema"]:
+        sections.append(compare_arms(Bench(model_dir, options.num_threads, num_steps), arms))
+    if "schema" in options.only:
+        sections.append(compare_schema(model_dir, options.num_threads, num_steps))
+    print("\n\n".join(map(str, sections)))
+    return 0 if options.quick or all(check.is_met for section in sections for check in section.checks) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--only", type=_names, default=list(ARMS), help=f"some of: {', '.join(ARMS)}")
+    parser.add_argument("--only", type=_names, default=NAMES, help=f"some of: {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; no figures to quote")
     parser.add_argument("--steps", type=int, default=20, help="full steps of each kind of parameters")
     parser.add_argument("--num-threads", type=int, default=1)
@@ -174,8 +220,8 @@ def _parser() -> argparse.ArgumentParser:
 def _names(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in ARMS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ARMS)}")
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(NAMES)}")
     return names
 
 

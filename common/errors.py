@@ -9,6 +9,7 @@
     ├── UnavailableError           503  no node can serve this now
     ├── ConfigError                a flag, file or environment value is wrong (process start)
     ├── CheckpointError            a model file is missing, corrupt or unsupported
+    ├── GrammarError               an answer cannot go on as its grammar demands
     └── PeerError                  a peer broke the protocol, refused or went silent
 
 Each message names the offending value and the limit. Asserts are for our own invariants only.
@@ -68,6 +69,12 @@ class ConfigError(TandemError):
 
 class CheckpointError(TandemError):
     code = "invalid_checkpoint"
+
+
+class GrammarError(TandemError):
+    """No token may follow, an output does not match, or a limit on the grammar's cost was met."""
+
+    code = "grammar_error"
 
 
 class PeerError(TandemError):

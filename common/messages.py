@@ -111,13 +111,17 @@ class Accepted(_Message, frozen=True):
 
 
 class Rejected(_Message, frozen=True):
-    """`is_retryable`: another node may take it; otherwise the request itself is at fault (`message` names why)."""
+    """`is_retryable`: another node may take it; otherwise the request itself is at fault (`message` names why).
+
+    param: the client's field that is at fault, where the node knows it.
+    """
 
     request_id: Id
     leg: Count
     code: Text
     message: Text
     is_retryable: bool
+    param: Text = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from common.block_hash import BlockHash
 from common.sampling_params import SamplingParams
+from common.structured_output import Grammar
 
 
 class RequestStatus(enum.Enum):
@@ -37,6 +38,7 @@ class Request:
     wants_remote_kv: its prompt's KV will be fetched: the scheduler reserves blocks and does not compute.
     want_all_hidden: hidden states of all tokens are wanted, not only of the last (no prefix hits are used then).
     wants_cached_only: a computation that computes nothing: it pins and reports what the prefix cache has, and ends.
+    grammar: params.structured_output, compiled; only the runner uses it.
     adapter: content digest of the LoRA adapter it is computed with, empty for the base model.
     precedence: (priority, arrival number), given by the scheduler when it takes the request; smaller goes first.
     num_resets_at_start: how often the prefix cache had been emptied when the scheduler took the request.
@@ -49,6 +51,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     stop_token_ids: frozenset[int] = frozenset()
     max_num_tokens: int = 2**31
+    grammar: Grammar | None = None
     cache_salt: str = ""
     adapter: str = ""
     priority: int = 0

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from common.structured_output import StructuredOutput
+
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
@@ -41,6 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: no other token has a chance; None allows all.
     bad_words_token_ids: sequences that the outputs never contain: the last token of each has no chance where the
         outputs (not the prompt) end with the tokens before it.
+    structured_output: what the answer must match; a token that no match goes on with has no chance.
     logprobs: None for none, k for the sampled token's log-probability and the k most likely ones (k may be 0).
 
     The order in which they act is docs/sampling.md's; the most likely token always survives.
@@ -62,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    structured_output: StructuredOutput | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_above_zero("repetition_penalty", self.repetition_penalty, MAX_REPETITION_PENALTY)
         self._check_token_lists()
+        if self.ignore_eos and self.structured_output is not None:
+            raise ValueError(f"ignore_eos is true, must be false: {self.structured_output.field} ends at an end token")
 
     @property
     def is_greedy(self) -> bool:

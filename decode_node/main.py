@@ -12,10 +12,12 @@ from common.engine.async_engine import AsyncEngine
 from common.engine.build import EngineParts, build_engine
 from common.engine.events import Event
 from common.engine.step_observers import observed_steps
+from common.grammar.compiler import GrammarCompiler
 from common.node_http import NodeHttpServer
 from common.node_process import make_failure, make_hello, make_readiness, node_metrics, run_node_process
 from common.node_service import serve_until_stopped
 from decode_node.config import DecodeConfig
+from decode_node.grammars import Grammars
 from decode_node.metrics import DecodeMetrics
 from decode_node.node import DecodeLimits, DecodeNode
 from kvtransfer.client import FetchClient
@@ -32,7 +34,10 @@ async def run(flags: DecodeConfig) -> None:
     """Until a signal stops it. Raises TandemError when it cannot start."""
     instance_id = m.new_instance_id()
     failure, report_failure = make_failure(asyncio.get_running_loop())
-    parts = await asyncio.to_thread(build_engine, resolve_model(flags.model), flags, with_head=True)
+    model_dir = resolve_model(flags.model)
+    parts = await asyncio.to_thread(build_engine, model_dir, flags, with_head=True)
+    config = parts.model_config
+    grammars = Grammars(GrammarCompiler(model_dir, config.vocab_size, config.eos_token_ids).compile)
     client = FetchClient(parts.layout, parts.kv_cache.memory, instance_id, flags.lease_seconds)
 
     def on_events(events: list[Event]) -> None:
@@ -52,13 +57,14 @@ async def run(flags: DecodeConfig) -> None:
             "decode",
             flags,
             parts.layout,
-            vocab_size=parts.model_config.vocab_size,
+            vocab_size=config.vocab_size,
             max_model_len=parts.max_model_len,
             fetch_endpoints=[],
         ),
         limits=_limits(flags, parts),
         block_size=parts.layout.block_size,
         metrics=DecodeMetrics(metrics),
+        grammars=grammars,
         queue_seconds=flags.queue_seconds,
     )
     control = ControlClient(instance_id, flags.proxy, node)
@@ -78,6 +84,7 @@ async def run(flags: DecodeConfig) -> None:
             await serve_until_stopped(node, control, http=http, failure=failure, grace_seconds=flags.drain_seconds)
         finally:
             node.abort_all()
+            grammars.close()
             await asyncio.to_thread(client.close)
             await asyncio.to_thread(engine.stop)
 

@@ -17,9 +17,11 @@ from common import messages as m
 from common.clock import Clock, SystemClock
 from common.engine.async_engine import AsyncEngine
 from common.engine.events import Event, FailedEvent, OutputEvent, ReservedEvent, RevokedEvent
-from common.errors import TandemError
+from common.errors import OverloadedError, TandemError
 from common.request import FinishReason, Request
+from common.structured_output import Grammar, StructuredOutput
 from decode_node.admission import Admission, OpenFetch
+from decode_node.grammars import Grammars
 from decode_node.metrics import DecodeMetrics
 from decode_node.output_log import OutputLog
 
@@ -38,6 +40,15 @@ class _Live:
     admission: Admission
     timer: asyncio.TimerHandle | None = None
     is_first_output_sent: bool = False
+
+
+@dataclass(frozen=True)
+class _Compiling:
+    """A Decode that is answered when its grammar is compiled."""
+
+    proxy_id: str
+    leg: int
+    task: asyncio.Task[None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class DecodeNode:
         limits: DecodeLimits,
         block_size: int,
         metrics: DecodeMetrics,
+        grammars: Grammars,
         queue_seconds: float = 60.0,
         clock: Clock | None = None,
     ) -> None:
@@ -74,6 +86,8 @@ class DecodeNode:
         self._queue_seconds = queue_seconds
         self._clock = clock or SystemClock()
         self._metrics = metrics
+        self._grammars = grammars
+        self._compiling: dict[str, _Compiling] = {}  # by request id
         self._loop = asyncio.get_running_loop()
         self._live: dict[str, _Live] = {}  # by engine request id
         self._current: dict[str, str] = {}  # request id -> engine request id of its newest leg
@@ -105,6 +119,8 @@ class DecodeNode:
 
     def proxy_lost(self, proxy_id: str) -> None:
         self._log.forget_proxy(proxy_id)
+        for request_id in [key for key, compiling in self._compiling.items() if compiling.proxy_id == proxy_id]:
+            self._stop_compiling(request_id)
         for live in [live for live in self._live.values() if live.proxy_id == proxy_id]:
             self._end(live, abort=True)
 
@@ -114,9 +130,11 @@ class DecodeNode:
 
     @property
     def num_live_requests(self) -> int:
-        return len(self._live)
+        return len(self._live) + len(self._compiling)
 
     def abort_all(self) -> None:
+        for request_id in list(self._compiling):
+            self._stop_compiling(request_id)
         for live in list(self._live.values()):
             self._end(live, abort=True)
 
@@ -124,16 +142,47 @@ class DecodeNode:
 
     def _decode(self, proxy_id: str, message: m.Decode) -> None:
         newest = self._live.get(self._current.get(message.request_id, ""))
-        if newest is not None and newest.leg >= message.leg:
+        compiling = self._compiling.get(message.request_id)
+        if any(earlier is not None and earlier.leg >= message.leg for earlier in (newest, compiling)):
             return  # a repeated message
         if newest is not None:
             self._end(newest, abort=True)
+        self._stop_compiling(message.request_id)
         if rejection := self._rejection(message):
             self._send(proxy_id, rejection)
-            return
+        elif (wanted := message.params.structured_output) is not None:
+            task = self._loop.create_task(self._compile(proxy_id, message, wanted))
+            self._compiling[message.request_id] = _Compiling(proxy_id, message.leg, task)
+        else:
+            self._accept(proxy_id, message)
+
+    async def _compile(self, proxy_id: str, message: m.Decode, wanted: StructuredOutput) -> None:
+        """Then answers the Decode. Cancelled when nobody waits for the answer any more."""
+        try:
+            grammar = await self._grammars.compile(wanted)
+        except TandemError as error:
+            del self._compiling[message.request_id]
+            rejection = m.Rejected(
+                request_id=message.request_id,
+                leg=message.leg,
+                code=error.code,
+                message=error.message,
+                is_retryable=isinstance(error, OverloadedError),
+                param=error.param or "",
+            )
+            self._send(proxy_id, rejection)
+        else:
+            del self._compiling[message.request_id]
+            self._accept(proxy_id, message, grammar)
+
+    def _stop_compiling(self, request_id: str) -> None:
+        if (compiling := self._compiling.pop(request_id, None)) is not None:
+            compiling.task.cancel()
+
+    def _accept(self, proxy_id: str, message: m.Decode, grammar: Grammar | None = None) -> None:
         self._send(proxy_id, m.Accepted(request_id=message.request_id, leg=message.leg))
         self._log.open(proxy_id, message.request_id, message.leg, len(message.outputs))
-        self._admit(proxy_id, message)
+        self._admit(proxy_id, message, grammar)
 
     def _rejection(self, message: m.Decode) -> m.Rejected | None:
         def rejected(code: str, text: str, *, is_retryable: bool) -> m.Rejected:
@@ -143,8 +192,8 @@ class DecodeNode:
 
         if self.is_draining:
             return rejected("draining", "this node is draining", is_retryable=True)
-        if len(self._live) >= self._limits.max_requests:
-            return rejected("full", f"{len(self._live)} requests are held, no more fit", is_retryable=True)
+        if self.num_live_requests >= self._limits.max_requests:
+            return rejected("full", f"{self.num_live_requests} requests are held, no more fit", is_retryable=True)
         worst = max(max(message.prompt_token_ids), max(message.outputs, default=0))
         if worst >= self._limits.vocab_size:
             text = f"token id {worst} is out of range, the vocabulary has {self._limits.vocab_size} tokens"
@@ -159,8 +208,8 @@ class DecodeNode:
             return rejected(error.code, error.message, is_retryable=False)
         return None
 
-    def _admit(self, proxy_id: str, message: m.Decode) -> None:
-        request = self._make_request(message)
+    def _admit(self, proxy_id: str, message: m.Decode, grammar: Grammar | None) -> None:
+        request = self._make_request(message, grammar)
         admission = Admission(
             request,
             message.sources,
@@ -177,7 +226,7 @@ class DecodeNode:
         self._metrics.admitted(request.request_id, has_sources=bool(message.sources))
         admission.start()
 
-    def _make_request(self, message: m.Decode) -> Request:
+    def _make_request(self, message: m.Decode, grammar: Grammar | None) -> Request:
         params = message.params
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.eos_token_ids)
         longest = self._limits.max_model_len
@@ -190,12 +239,16 @@ class DecodeNode:
             output_token_ids=list(message.outputs),
             stop_token_ids=stops,
             max_num_tokens=longest,
+            grammar=grammar,
             cache_salt=message.cache_salt,
             priority=message.priority,
             arrival_time=self._clock.now(),
         )
 
     def _abort(self, message: m.Abort) -> None:
+        compiling = self._compiling.get(message.request_id)
+        if compiling is not None and compiling.leg <= message.leg:
+            self._stop_compiling(message.request_id)
         live = self._live.get(self._current.get(message.request_id, ""))
         if live is not None and live.leg > message.leg:
             return  # meant for an earlier placement

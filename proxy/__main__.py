@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvloop
 from aiohttp import web
@@ -27,6 +28,7 @@ from proxy.config import ProxyConfig
 from proxy.control import check_control_endpoint
 from proxy.generation import SHUTTING_DOWN
 from proxy.node_pool import NodePool
+from proxy.sampling_defaults import SamplingDefaults
 from proxy.serving_model import ModelLimits, ServingModel, load_serving_model
 
 log = logging.getLogger("proxy")
@@ -78,9 +80,21 @@ def _load_model(config: ProxyConfig) -> tuple[ServingModel, NodePool]:
         eos_token_ids=model_config.eos_token_ids,
     )
     model = load_serving_model(
-        directory, config.public_model_name, limits, lambda: pool.max_model_len, config.chat_template
+        directory,
+        config.public_model_name,
+        limits,
+        lambda: pool.max_model_len,
+        config.chat_template,
+        uses_generation_config=config.generation_config == "auto",
     )
+    _log_defaults(model.sampling_defaults)
     return model, pool
+
+
+def _log_defaults(defaults: SamplingDefaults) -> None:
+    fields: dict[str, Any] = {**defaults.values, "max_tokens": defaults.max_tokens}
+    if defaults != SamplingDefaults():
+        log_event(log, "sampling_defaults", **fields)
 
 
 def _settings(config: ProxyConfig) -> AppSettings:

@@ -2,7 +2,7 @@
 
 The first of stop string, end token and length wins. Text, token ids, log-probabilities and the number of tokens always
 describe the same tokens: those that put at least one character into the text, or stand before one that does. Of an
-answer that a stop ended, the end token and the tokens of the stop string are no part.
+answer that a stop ended, the end token and the tokens of the stop string are no part, unless it is to be included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.messages import TokenLogprobs
-from common.text.detokenizer import Detokenizer
+from common.text.detokenizer import Decoded, Detokenizer
 from common.text.stop import StopMatch, StopMatcher
 from proxy.dispatcher import OutputBatch
 
@@ -55,6 +55,7 @@ class Answer:
     """The text of one choice as it grows.
 
     end_token_ids: the model's end tokens (none with ignore_eos). stop_token_ids: the request's own.
+    includes_stop: the stop string, or the end token if it shows as text, is the last part of the answer.
     """
 
     def __init__(
@@ -64,13 +65,15 @@ class Answer:
         *,
         end_token_ids: frozenset[int] = frozenset(),
         stop_token_ids: frozenset[int] = frozenset(),
+        includes_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, includes_stop=includes_stop)
+        self._includes_stop = includes_stop
         self._end_token_ids = end_token_ids
         self._stop_token_ids = stop_token_ids
+        self._unplaced: deque[tuple[int, TokenLogprobs | None]] = deque()  # where they start is not known yet
         self._held: deque[AnswerToken] = deque()
-        self._num_characters = 0  # decoded, released or held
         self._num_released = 0
         self.num_tokens = 0
         self.is_finished = False
@@ -80,12 +83,15 @@ class Answer:
         text: list[str] = []
         last = len(batch.token_ids) - 1
         for i, token_id in enumerate(batch.token_ids):
-            if i == last and self._is_end(token_id, batch):
-                return self._finish_at_end_token(token_id, "".join(text))
+            is_end = i == last and self._is_end(token_id, batch)
+            if is_end and not (self._includes_stop and self._detokenizer.shows(token_id)):
+                return self._finish_whole("".join(text), "stop", self._stop_reason(token_id), [token_id])
             released, match = self._push_token(token_id, batch.logprobs[i] if batch.logprobs else None)
             text.append(released)
             if match is not None:
                 return self._finish_at_stop("".join(text), match)
+            if is_end:
+                return self._finish_whole("".join(text), "stop", self._stop_reason(token_id))
         if batch.finish_reason is None:
             return AnswerDelta("".join(text), self._release_tokens())
         return self._finish_whole("".join(text), batch.finish_reason)
@@ -93,39 +99,41 @@ class Answer:
     def _is_end(self, token_id: int, batch: OutputBatch) -> bool:
         return batch.finish_reason == "stop" and (token_id in self._end_token_ids or token_id in self._stop_token_ids)
 
-    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None) -> tuple[str, StopMatch | None]:
-        self._held.append(AnswerToken(token_id, self._num_characters, logprobs))
-        return self._push_text(self._detokenizer.push(token_id))
+    def _stop_reason(self, end_token_id: int) -> int | None:
+        return end_token_id if end_token_id in self._stop_token_ids else None
 
-    def _push_text(self, text: str) -> tuple[str, StopMatch | None]:
-        self._num_characters += len(text)
-        released, match = self._matcher.push(text)
+    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None) -> tuple[str, StopMatch | None]:
+        self._unplaced.append((token_id, logprobs))
+        return self._push_decoded(self._detokenizer.push(token_id))
+
+    def _push_decoded(self, decoded: Decoded) -> tuple[str, StopMatch | None]:
+        for start in decoded.starts:
+            token_id, logprobs = self._unplaced.popleft()
+            self._held.append(AnswerToken(token_id, start, logprobs))
+        released, match = self._matcher.push(decoded.text)
         self._num_released += len(released)
         return released, match
-
-    def _finish_at_end_token(self, token_id: int, text: str) -> AnswerDelta:
-        return self._finish_whole(text, "stop", token_id if token_id in self._stop_token_ids else None, [token_id])
 
     def _finish_whole(
         self, text: str, reason: FinishReason, stop_reason: int | None = None, trimmed: Sequence[int] = ()
     ) -> AnswerDelta:
         """All held tokens belong to the answer, unless the very last text completes a stop string."""
-        released, match = self._push_text(self._detokenizer.finish())
+        released, match = self._push_decoded(self._detokenizer.finish())
         if match is not None:
-            return self._finish_at_stop(text + released, match)
+            return self._finish_at_stop(text + released, match, trimmed)
         rest = self._matcher.finish()
         self._num_released += len(rest)
         self.is_finished = True
         tokens = self._release_tokens(also_empty=True)
         return AnswerDelta(text + released + rest, tokens, reason, stop_reason, list(trimmed))
 
-    def _finish_at_stop(self, text: str, match: StopMatch) -> AnswerDelta:
-        """Held tokens that begin after the answer's end are no part of it."""
+    def _finish_at_stop(self, text: str, match: StopMatch, trimmed: Sequence[int] = ()) -> AnswerDelta:
+        """Held tokens that begin after the answer's end are no part of it. All are placed: any text places them."""
         self.is_finished = True
         tokens = self._release_tokens()
-        trimmed = [token.token_id for token in self._held]
+        after = [*(token.token_id for token in self._held), *trimmed]
         self._held.clear()
-        return AnswerDelta(text, tokens, "stop", match.stop, trimmed)
+        return AnswerDelta(text, tokens, "stop", match.stop, after)
 
     def _release_tokens(self, *, also_empty: bool = False) -> list[AnswerToken]:
         tokens = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import ByteSize, Field, SecretStr, field_validator
 
 from common.config import DEFAULT_CONTROL_ENDPOINT, ModelFlags, Port
@@ -23,6 +25,11 @@ class ProxyConfig(ModelFlags):
         None, min_length=1, description="key that clients must send; better given as TANDEM_API_KEY"
     )
     chat_template: str | None = Field(None, description="file (or text) that replaces the model's chat template")
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto",
+        description="where sampling fields come from that a request leaves out: auto, the model's "
+        "generation_config.json; vllm, the API's neutral values",
+    )
 
     max_queue: int = Field(1024, ge=0, description="most requests that wait for a node with room; more get a 429")
     queue_seconds: float = Field(60.0, gt=0, description="longest wait for a node with room; then a 429")

@@ -347,4 +347,4 @@ class Dispatcher:
 def _refusal(rejection: m.Rejected) -> TandemError:
     if rejection.code == ContextLengthError.code:
         return ContextLengthError(rejection.message)
-    return InvalidRequestError(rejection.message)
+    return InvalidRequestError(rejection.message, param=rejection.param or None)

@@ -151,11 +151,14 @@ class Generator:
         """Raises InvalidRequestError or UnavailableError before anything is started.
 
         name: for the log. arrived: when the request came, by `now`.
-        default_max_tokens: when the request has none; None fills the context.
+        default_max_tokens: when the request has none; None: the model's own default, or else as many as fit.
         continues_prompt: the answer goes on where the prompt's text ends (completions).
         """
         if self._cluster.is_closing:
             raise UnavailableError(SHUTTING_DOWN)
+        defaults = self._model.sampling_defaults
+        body = body.with_defaults(defaults.values)
+        default_max_tokens = default_max_tokens or defaults.max_tokens
         max_tokens = [self._max_tokens(body, len(prompt), default_max_tokens) for prompt in prompts]
         all_params = self._all_params(body, max_tokens)
         wakeup = asyncio.Event()
@@ -200,6 +203,7 @@ class Generator:
             body.stops,
             end_token_ids=frozenset() if body.ignore_eos else self._model.limits.eos_token_ids,
             stop_token_ids=frozenset(body.stop_token_ids),
+            includes_stop=body.include_stop_str_in_output,
         )
         return _Choice(index, dispatcher, answer, trace)
 

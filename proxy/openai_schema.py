@@ -8,7 +8,7 @@ against the vocabulary by whoever has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -16,6 +16,8 @@ from pydantic_core import ErrorDetails
 
 from common.errors import InvalidRequestError
 from common.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from proxy.strict_model import StrictModel
+from proxy.structured_schema import StructuredFields
 
 MAX_STOP_STRINGS = 16  # OpenAI takes 4
 MAX_STOP_LENGTH = 512
@@ -43,12 +45,10 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "include_stop_str_in_output": (False,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # no tokenizer that is supported puts any there
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
@@ -61,23 +61,12 @@ def _refuse_non_text(part: object) -> object:
     return part
 
 
-class _Strict(BaseModel):
-    """Strict types (no "1" for 1), no NaN; nulls are dropped before anything is checked."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: object) -> object:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
-
-
-class TextPart(_Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Annotated[TextPart, BeforeValidator(_refuse_non_text)]], Field(max_length=1024)] = ""
     name: str | None = None
@@ -99,11 +88,11 @@ class ChatMessage(_Strict):
         return message | ({"name": self.name} if self.name else {})
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class GenerationBody(_Strict):
+class GenerationBody(StructuredFields):
     """Fields that both endpoints have. Ranges are SamplingParams' own, so that there is one place for them."""
 
     model_config = ConfigDict(extra="allow")
@@ -125,6 +114,7 @@ class GenerationBody(_Strict):
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     stream: bool = False
@@ -208,6 +198,11 @@ class GenerationBody(_Strict):
             "allowed_token_ids": self.allowed_token_ids or [],
         }
 
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """The same request with these values for the fields that it leaves out (or has as null)."""
+        missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        return self.model_copy(update=missing) if missing else self
+
     def sampling_params(
         self, *, max_tokens: int, seed: int, bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     ) -> SamplingParams:
@@ -229,6 +224,7 @@ class GenerationBody(_Strict):
                 logit_bias=self.logit_bias,
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words_token_ids=bad_words_token_ids,
+                structured_output=self.structured_output,
                 logprobs=self.num_logprobs,
             )
         except ValueError as error:
@@ -297,7 +293,7 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(StrictModel):
     """A prompt, or messages that the chat template makes one of."""
 
     model: str | None = None
@@ -313,7 +309,7 @@ class TokenizeBody(_Strict):
         return self
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(StrictModel):
     model: str | None = None
     tokens: list[int]
 

@@ -1,4 +1,4 @@
-"""The model as the proxy knows it: its names, tokenizer, chat template, end tokens and limits. No weights, no torch.
+"""The model as the proxy knows it: names, tokenizer, chat template, end tokens, limits, sampling defaults. No torch.
 
 Tokenizing runs on threads of its own, so that a long prompt does not hold up the event loop.
 """
@@ -20,6 +20,7 @@ from common.errors import (
 )
 from common.text.chat_template import ChatTemplate, load_chat_template
 from common.text.tokenizer import TextTokenizer
+from proxy.sampling_defaults import SamplingDefaults, load_sampling_defaults
 
 _T = TypeVar("_T")
 _NUM_THREADS = 2
@@ -46,10 +47,12 @@ class ServingModel:
         chat_template: ChatTemplate | None,
         limits: ModelLimits,
         max_model_len: Callable[[], int | None] = lambda: None,
+        sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
         self.limits = limits
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self._chat_template = chat_template
         self._max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
@@ -125,11 +128,14 @@ def load_serving_model(
     limits: ModelLimits,
     max_model_len: Callable[[], int | None],
     chat_template: str | None = None,
+    *,
+    uses_generation_config: bool = True,
 ) -> ServingModel:
-    """Reads tokenizer and chat template of a model directory; raises CheckpointError or ConfigError.
+    """Reads tokenizer, chat template and sampling defaults of a directory; raises CheckpointError or ConfigError.
 
     chat_template: a file or a template that replaces the model's own.
     """
     tokenizer = TextTokenizer.from_directory(directory)
     template = load_chat_template(directory, tokenizer.special_tokens, chat_template)
-    return ServingModel(name, tokenizer, template, limits, max_model_len)
+    defaults = load_sampling_defaults(directory) if uses_generation_config else SamplingDefaults()
+    return ServingModel(name, tokenizer, template, limits, max_model_len, defaults)

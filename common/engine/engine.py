@@ -176,7 +176,15 @@ class Engine:
         for rows in batch.scheduled:
             if rows.request.is_compute_only:
                 events += self._computed(rows, result)
-        return events
+        return events + self._end_failed(result)
+
+    def _end_failed(self, result: StepResult) -> list[Event]:
+        """Requests for which the runner has a reason instead of an output; the others of the step go on."""
+        found = [(self.scheduler.requests.get(request_id), why) for request_id, why in result.failed.items()]
+        failed = [(request, why) for request, why in found if request is not None]
+        for request, _ in failed:
+            self.scheduler.fail(request)
+        return [FailedEvent(request.request_id, why) for request, why in failed]
 
     def _fail(self, batch: SchedulerOutput, error: Exception) -> list[Event]:
         self.scheduler.forget_swap_outs(batch)
@@ -249,5 +257,6 @@ def _check_complete(batch: SchedulerOutput, result: StepResult) -> None:
         return
     for rows in batch.scheduled:
         answers = result.hidden if rows.request.is_compute_only else result.sampled
-        if rows.is_last_chunk and rows.request.request_id not in answers:
+        request_id = rows.request.request_id
+        if rows.is_last_chunk and request_id not in answers and request_id not in result.failed:
             raise RuntimeError(f"the runner gave nothing for {rows.request}")

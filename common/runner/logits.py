@@ -1,6 +1,6 @@
 """What a request's parameters change in its logits before a token is drawn, in the order of docs/sampling.md:
 
-    masks      allowed token ids -> bad words -> min_tokens: a token that is masked has logit minus infinity
+    masks      grammar -> allowed token ids -> bad words -> min_tokens: a masked token has logit minus infinity
     sums       logit_bias -> repetition penalty -> frequency and presence penalties
 
 A pure function of (prompt, parameters, outputs so far); rows do not see each other. A mask that would leave a row no
@@ -105,7 +105,10 @@ def adjust_logits(logits: torch.Tensor, rows: Sequence[RuledRow]) -> None:
 def _mask(logits: torch.Tensor, row: RuledRow) -> None:
     """logits: [vocab_size], one row. Each mask is undone if it leaves nothing."""
     if row.rules.allowed is not None:
-        _mask_others(logits, row.rules.allowed)
+        before = logits.clone()
+        mask_others(logits, row.rules.allowed)
+        if logits.amax() == _MASKED:
+            logits.copy_(before)
     for token_ids in row.rules.banned(row.output_token_ids):
         ids = torch.from_numpy(token_ids)
         before = logits[ids]
@@ -114,11 +117,10 @@ def _mask(logits: torch.Tensor, row: RuledRow) -> None:
             logits[ids] = before
 
 
-def _mask_others(logits: torch.Tensor, packed: np.ndarray) -> None:
+def mask_others(logits: torch.Tensor, packed: np.ndarray) -> None:
+    """logits: [vocab_size], one row. packed: bit mask of the tokens that stay as they are, as `LogitRules.allowed`."""
     bits = np.unpackbits(packed.view(np.uint8), count=logits.shape[-1], bitorder="little")
-    masked = logits.masked_fill(torch.from_numpy(bits == 0), _MASKED)
-    if masked.amax() != _MASKED:
-        logits.copy_(masked)
+    logits.masked_fill_(torch.from_numpy(bits == 0), _MASKED)
 
 
 # --- sums: sparse, all rows in one go; a place is row * vocabulary + token id ---------------------------------------

@@ -2,6 +2,7 @@
 
     swap out, swap in, copy on write, zero the tails of partial last blocks
       -> forward, polled between layers -> inbox -> head -> sampler
+         masks of grammars, in a thread meanwhile ---------'
 
 The inbox is polled just before the head, so that hidden states computed elsewhere join the step in flight, even one
 that has no rows of its own. The runner keeps nothing of a request from one step to the next.
@@ -16,8 +17,10 @@ import numpy as np
 import torch
 
 from common.clock import Clock, SystemClock
+from common.errors import GrammarError
 from common.models.llama import Llama
 from common.request import Request
+from common.runner.grammar_masks import GrammarMasks
 from common.runner.input_batch import InputBatch
 from common.runner.kv_cache import KVCache
 from common.runner.logits import LogitRules
@@ -44,6 +47,7 @@ class ModelRunner:
             dtype=kv_cache.pool.dtype,
         )
         self._input_batch = InputBatch(self._shape)
+        self._grammar_masks = GrammarMasks()
         self._rules: WeakKeyDictionary[Request, LogitRules | None] = WeakKeyDictionary()
 
     @torch.inference_mode()
@@ -51,6 +55,7 @@ class ModelRunner:
         swap_seconds = self._swap(batch)
         self._kv_cache.copy_blocks(batch.copies)
         self._zero_tails(batch.scheduled)
+        self._grammar_masks.start(rows.request for rows in batch.scheduled if rows.is_last_chunk)
         hidden = None
         if batch.scheduled:
             flat = self._input_batch.make(batch.scheduled)
@@ -58,8 +63,8 @@ class ModelRunner:
             if hidden is None:
                 return StepResult(is_cancelled=True, swap_seconds=swap_seconds)
         computed = {} if hidden is None else _computed_rows(batch.scheduled, hidden)
-        sampled = self._sample(batch.scheduled, hidden, inbox)
-        return StepResult(sampled=sampled, hidden=computed, swap_seconds=swap_seconds)
+        sampled, failed = self._sample(batch.scheduled, hidden, inbox)
+        return StepResult(sampled=sampled, hidden=computed, failed=failed, swap_seconds=swap_seconds)
 
     def _swap(self, batch: SchedulerOutput) -> float:
         """Out before in: a block that one leaves may be the one that another comes into. Returns seconds."""
@@ -80,7 +85,8 @@ class ModelRunner:
 
     def _sample(
         self, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor | None, inbox: Inbox
-    ) -> dict[str, SampledToken]:
+    ) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        """Tokens, and for requests whose grammar allows none the reason, by request id."""
         requests: list[Request] = []
         vectors: list[torch.Tensor] = []
         if hidden is not None:
@@ -88,20 +94,30 @@ class ModelRunner:
                 if rows.is_last_chunk and not rows.request.is_compute_only:
                     requests.append(rows.request)
                     vectors.append(hidden[last])
+        num_computed = len(requests)
         for arrived in inbox.take():
             requests.append(arrived.request)
             vectors.append(torch.from_numpy(np.array(arrived.row, np.float32)))
         if not requests:
-            return {}
+            return {}, {}
         assert self._sampler is not None, "a node without a head was asked to sample"
         logits = self._model.logits(torch.stack([vector.float() for vector in vectors]))
-        sampled = self._sampler(logits, [self._sampling_row(request) for request in requests])
-        return {request.request_id: token for request, token in zip(requests, sampled, strict=True)}
+        masks = self._grammar_masks.finish(requests[num_computed:])
+        sampled = self._sampler(logits, [self._sampling_row(request, masks.get(request)) for request in requests])
+        tokens = {request.request_id: token for request, token in zip(requests, sampled, strict=True)}
+        failed = {request.request_id: str(mask) for request, mask in masks.items() if isinstance(mask, GrammarError)}
+        return {request_id: token for request_id, token in tokens.items() if request_id not in failed}, failed
 
-    def _sampling_row(self, request: Request) -> SamplingRow:
+    def _sampling_row(self, request: Request, mask: np.ndarray | GrammarError | None) -> SamplingRow:
         assert request.params is not None
         outputs = request.output_token_ids
-        return SamplingRow(request.params, len(outputs), rules=self._rules_of(request), output_token_ids=outputs)
+        return SamplingRow(
+            request.params,
+            len(outputs),
+            rules=self._rules_of(request),
+            output_token_ids=outputs,
+            grammar_mask=None if isinstance(mask, GrammarError) else mask,
+        )
 
     def _rules_of(self, request: Request) -> LogitRules | None:
         if request not in self._rules:

@@ -1,6 +1,6 @@
 """Draws the next token of each row from its logits. Stateless: a row's result depends on its logits and parameters.
 
-    all rows        what the parameters change in the logits (`logits.py`)
+    all rows        what their grammars allow, then what the parameters change in the logits (`logits.py`)
     greedy rows     the highest logit
     other rows      (logits - max) / temperature, in float32
       no filter     one uniform number, inverted through the cumulative probabilities in token order
@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from common.messages import TokenLogprobs
-from common.runner.logits import LogitRules, RuledRow, adjust_logits
+from common.runner.logits import LogitRules, RuledRow, adjust_logits, mask_others
 from common.runner.random_numbers import uniform
 from common.runner.ranking import highest, rank_all_kept
 from common.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class SamplingRow:
     """What a row of logits is drawn with. output_index: of the token to be drawn.
 
     rules, output_token_ids: what changes its logits, and the outputs so far; None: nothing does.
+    grammar_mask: packed bit mask of the tokens that its grammar goes on with; None: it has no grammar.
     """
 
     params: SamplingParams
@@ -44,6 +46,7 @@ class SamplingRow:
     choice: int = 0
     rules: LogitRules | None = None
     output_token_ids: Sequence[int] = ()
+    grammar_mask: np.ndarray | None = None
 
     def uniform(self) -> float:
         return uniform(self.params.seed or 0, self.choice, self.output_index)
@@ -67,9 +70,12 @@ class Sampler:
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """A changed copy, or the logits themselves when no row asks for a change."""
     ruled = [RuledRow(i, row.rules, row.output_token_ids) for i, row in enumerate(rows) if row.rules is not None]
-    if not ruled:
+    masks = [(i, row.grammar_mask) for i, row in enumerate(rows) if row.grammar_mask is not None]
+    if not ruled and not masks:
         return logits
     adjusted = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    for i, mask in masks:
+        mask_others(adjusted[i], mask)
     adjust_logits(adjusted, ruled)
     return adjusted
 

@@ -98,12 +98,14 @@ class StepResult:
         computation, or all rows of this chunk when `want_all_hidden`.
     is_cancelled: the step was left between two layers; nothing in it counts as computed (its copies were made).
     swap_seconds: how long its swap_outs and swap_ins took.
+    failed: by request id, why a request that owes an output gets none and ends; it is not in `sampled`.
     """
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     hidden: dict[str, np.ndarray] = field(default_factory=dict)
     is_cancelled: bool = False
     swap_seconds: float = 0.0
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

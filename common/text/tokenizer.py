@@ -7,6 +7,7 @@ what makes incremental decoding exact (`detokenizer.py`); it knows no chat templ
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,9 @@ from tokenizers import Tokenizer
 from common.errors import CheckpointError
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
-_UNDERLINE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark for a space
+SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+_FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_STEP_ORDER = {"Replace": 0, "Metaspace": 0, "ByteFallback": 0, "Fuse": 1, "Strip": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,17 @@ class Piece:
 class DecodeRules:
     """How a tokenizer's own decoder joins tokens, as far as incremental decoding needs it.
 
-    is_byte_level: tokens spell bytes in GPT-2's alphabet; otherwise SentencePiece's.
+    is_byte_level: tokens spell bytes in GPT-2's alphabet; otherwise SentencePiece's, where SPACE_MARK is a space.
     num_leading_spaces: spaces that decoding strips from the start of a text.
+    strips_first_token: of a text's first token decoding strips every SPACE_MARK.
+    has_marks_in_bytes: a SPACE_MARK that byte tokens spell is a space too, not the character.
     """
 
     is_byte_level: bool
     has_byte_fallback: bool = False
     num_leading_spaces: int = 0
+    strips_first_token: bool = False
+    has_marks_in_bytes: bool = False
 
 
 class TextTokenizer:
@@ -112,7 +119,7 @@ class TextTokenizer:
             return Piece(_byte_level_bytes(token), is_special=is_special)
         if self.rules.has_byte_fallback and (byte := _fallback_byte(token)) is not None:
             return Piece(bytes([byte]), is_byte=True, is_special=is_special)
-        return Piece(token.replace(_UNDERLINE, " ").encode(), is_special=is_special)
+        return Piece(token.replace(SPACE_MARK, " ").encode(), is_special=is_special)
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
@@ -149,14 +156,36 @@ def _decode_rules(tokenizer: Tokenizer) -> DecodeRules:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return DecodeRules(is_byte_level=True)
-    known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-    if unknown := set(kinds) - known:
-        raise CheckpointError(f"tokenizer decoder {', '.join(sorted(unknown))} is not supported")
+    _check_steps(steps, kinds)
+    spaces_last = max((i for i, kind in enumerate(kinds) if kind in ("Replace", "Metaspace")), default=-1)
     return DecodeRules(
         is_byte_level=False,
         has_byte_fallback="ByteFallback" in kinds,
-        num_leading_spaces=sum(map(_num_leading_spaces, steps)),
+        num_leading_spaces=sum(int(step["start"]) for step in steps if step["type"] == "Strip"),
+        strips_first_token=any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in steps),
+        has_marks_in_bytes="ByteFallback" in kinds and spaces_last > kinds.index("ByteFallback"),
     )
+
+
+def _check_steps(steps: Sequence[dict[str, Any]], kinds: Sequence[str]) -> None:
+    """Raises CheckpointError unless the steps spell spaces and bytes token by token, then fuse, then strip."""
+    if unknown := set(kinds) - set(_STEP_ORDER):
+        raise CheckpointError(f"tokenizer decoder {', '.join(sorted(unknown))} is not supported")
+    places = [_STEP_ORDER[kind] for kind in kinds]
+    if places != sorted(places) or ("Strip" in kinds and "Fuse" not in kinds):
+        raise CheckpointError(f"tokenizer decoders in the order {', '.join(kinds)} are not supported")
+    for step in steps:
+        if not _is_known_step(step):
+            shown = {name: value for name, value in step.items() if name != "type"}
+            raise CheckpointError(f"tokenizer decoder {step['type']} of {shown} is not supported")
+
+
+def _is_known_step(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return step["pattern"] == {"String": SPACE_MARK} and bool(step["content"] == " ")
+    if step["type"] == "Metaspace":
+        return bool(step["replacement"] == SPACE_MARK)
+    return step["type"] != "Strip" or bool(step["content"] == " " and step["stop"] == 0)
 
 
 def _flatten(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -165,19 +194,6 @@ def _flatten(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
             yield from _flatten(step)
     else:
         yield decoder
-
-
-def _num_leading_spaces(step: dict[str, Any]) -> int:
-    if step["type"] == "Strip":
-        if step["content"] != " " or step["stop"]:
-            raise CheckpointError(f"tokenizer decoder Strip of {step['content']!r} is not supported")
-        return int(step["start"])
-    if step["type"] == "Metaspace":
-        return int(step.get("prepend_scheme", "always") != "never")
-    is_space = step["type"] != "Replace" or (step["pattern"] == {"String": _UNDERLINE} and step["content"] == " ")
-    if not is_space:
-        raise CheckpointError(f"tokenizer decoder Replace of {step['pattern']} is not supported")
-    return 0
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -199,9 +215,4 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def _fallback_byte(token: str) -> int | None:
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    return int(token[3:5], 16) if _FALLBACK_BYTE.fullmatch(token) else None

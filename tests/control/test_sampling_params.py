@@ -7,19 +7,23 @@ import pytest
 
 from common.messages import Decode
 from common.sampling_params import SamplingParams
+from common.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 
 FULL = SamplingParams(
     temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, max_tokens=9, min_tokens=4, seed=-3, stop_token_ids=(5, 6),
-    ignore_eos=True, presence_penalty=1.5, frequency_penalty=-2.0, repetition_penalty=1.1,
-    logit_bias={7: -100.0, 9: 3.5}, allowed_token_ids=(1, 2, 3), bad_words_token_ids=((4,), (5, 6)), logprobs=2,
+    presence_penalty=1.5, frequency_penalty=-2.0, repetition_penalty=1.1,
+    logit_bias={7: -100.0, 9: 3.5}, allowed_token_ids=(1, 2, 3), bad_words_token_ids=((4,), (5, 6)),
+    structured_output=StructuredOutput("regex", "a+", "guided_regex"), logprobs=2,
 )  # fmt: skip
 
 
 def test_m09_all_parameters_survive_the_wire() -> None:
     """Sets derived from the parameters were lost when these were serialised: here nothing is derived before."""
-    assert all(getattr(FULL, name) != getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__)
-    decode = Decode(request_id="r", leg=1, prompt_token_ids=[1], params=FULL)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(decode), type=Decode) == decode
+    same = [name for name in SamplingParams.__struct_fields__ if getattr(FULL, name) == getattr(SamplingParams(), name)]
+    assert same == ["ignore_eos"]  # excludes a structured output
+    for params in (FULL, SamplingParams(ignore_eos=True)):
+        decode = Decode(request_id="r", leg=1, prompt_token_ids=[1], params=params)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(decode), type=Decode) == decode
 
 
 def test_a_thousand_biases_are_a_few_kilobytes() -> None:
@@ -61,3 +65,21 @@ def test_the_vocabulary_is_checked_by_whoever_has_one() -> None:
     FULL.check_vocabulary(10)
     with pytest.raises(ValueError, match="logit_bias has token id 9, must be from 0 to 8"):
         FULL.check_vocabulary(9)
+
+
+def test_an_answer_that_must_match_ends_at_an_end_token() -> None:
+    with pytest.raises(ValueError, match=r"^ignore_eos is true, must be false: guided_regex ends at"):
+        msgspec.structs.replace(FULL, ignore_eos=True)
+
+
+def test_grammars_are_bounded_and_named_as_the_client_does_here_and_on_arrival() -> None:
+    text = "a" * (MAX_GRAMMAR_BYTES + 1)
+    with pytest.raises(ValueError, match=r"^guided_regex has 65537 bytes, at most 65536 are allowed"):
+        StructuredOutput("regex", text, "guided_regex")
+    sent = msgspec.msgpack.encode({"structured_output": {"kind": "regex", "text": text}})
+    with pytest.raises(msgspec.ValidationError, match="65537 bytes"):
+        msgspec.msgpack.decode(sent, type=SamplingParams)
+    with pytest.raises(msgspec.ValidationError, match="kind"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({"kind": "poem"}), type=StructuredOutput)
+    with pytest.raises(ValueError, match="lone surrogate"):
+        StructuredOutput("regex", "\ud800")

@@ -328,3 +328,38 @@ def test_a_step_that_somebody_wants_is_not_cancelled(make_engine, make_request, 
     engine.mark_unwanted("r1")
     engine.step()
     assert asked == [False, True]
+
+
+def refuse(runner, request_id):
+    """The runner has a reason instead of an output for this request."""
+    execute = runner.execute
+
+    def refusing(batch, inbox, should_cancel):
+        result = execute(batch, inbox, should_cancel)
+        sampled = {name: token for name, token in result.sampled.items() if name != request_id}
+        return StepResult(sampled, result.hidden, failed={request_id: "no token may follow"})
+
+    runner.execute = refusing
+
+
+def test_a_request_with_a_reason_instead_of_an_output_ends_alone(make_engine, make_request, runner):
+    engine = make_engine()
+    engine.add(make_request(8))
+    engine.add(make_request(8))
+    refuse(runner, "r0")
+    events = engine.step()
+    assert FailedEvent("r0", "no token may follow") in events
+    assert [(e.request_id, e.token_id) for e in outputs(events)] == [("r1", 100)]
+    assert len(outputs(run(engine))) == 2
+    assert_nothing_held(engine)
+
+
+def test_a_reason_instead_of_an_output_leaves_a_reservation_to_its_fetch(make_engine, make_request, runner):
+    engine = make_engine()
+    reserve(engine, make_request)
+    refuse(runner, "r0")
+    engine.add_hidden("r0", row(55))
+    assert engine.step() == [FailedEvent("r0", "no token may follow")]
+    assert engine.stats().num_held_blocks > 0
+    engine.release_reservation("r0")
+    assert_nothing_held(engine)

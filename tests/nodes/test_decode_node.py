@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 from common import messages as m
 from common.clock import ManualClock
 from common.engine.events import FailedEvent, OutputEvent
-from common.errors import ContextLengthError
+from common.errors import ContextLengthError, InvalidRequestError
 from common.kv_layout import KVLayout
 from common.metrics import Metrics
 from common.request import FinishReason, Request
 from common.sampling_params import SamplingParams
+from common.structured_output import StructuredOutput
+from decode_node.grammars import Grammars
 from decode_node.metrics import DecodeMetrics
 from decode_node.node import DecodeLimits, DecodeNode
 from kvtransfer.store import FetchListener, FetchRequest
@@ -66,9 +69,26 @@ class ScriptedFetch:
         self.is_cancelled = True
 
 
+class ScriptedCompiler:
+    """Waits at `gate`; refuses the text `bad`, breaks at `odd`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, wanted: StructuredOutput) -> Any:
+        assert self.gate.wait(10)
+        if wanted.text == "bad":
+            raise InvalidRequestError(f"{wanted.field}: unclosed group", param=wanted.field)
+        if wanted.text == "odd":
+            raise RuntimeError("a secret")
+        return wanted.text
+
+
 class Scene:
-    def __init__(self, max_requests: int = 8) -> None:
+    def __init__(self, max_requests: int = 8, compile_seconds: float = 5.0) -> None:
         self.engine = ScriptedEngine()
+        self.compiler = ScriptedCompiler()
         self.sent: list[m.NodeMessage] = []
         self.fetches: list[tuple[ScriptedFetch, FetchListener]] = []
         self.node = DecodeNode(
@@ -79,6 +99,7 @@ class Scene:
             limits=DecodeLimits(1000, 50, frozenset({2}), max_requests),
             block_size=16,
             metrics=DecodeMetrics(Metrics("tiny")),
+            grammars=Grammars(self.compiler, deadline_seconds=compile_seconds),
             clock=ManualClock(),
         )
 
@@ -277,6 +298,85 @@ async def test_a_proxy_may_reset_the_prefix_cache() -> None:
     scene = Scene()
     scene.node.received(PROXY, m.ResetPrefixCache())
     assert scene.engine.num_resets == 1
+
+
+# --- grammars -------------------------------------------------------------------------------------------------------
+
+
+def regex(text: str) -> SamplingParams:
+    return SamplingParams(structured_output=StructuredOutput("regex", text, "guided_regex"))
+
+
+async def test_a_decode_with_a_grammar_is_accepted_when_that_is_compiled(wait_for: Callable[..., Any]) -> None:
+    scene = Scene()
+    scene.compiler.gate.clear()
+    scene.decode(params=regex("a+"))
+    scene.decode(params=regex("a+"))  # repeated by the proxy
+    scene.decode(request_id="other")
+    assert scene.sent == [m.Accepted(request_id="other", leg=1)], "nobody else waits for it"
+    assert scene.node.num_live_requests == 2, "a drain waits for both"
+    scene.compiler.gate.set()
+    await wait_for(lambda: len(scene.sent) == 2)
+    assert scene.sent[1] == m.Accepted(request_id="r", leg=1)
+    assert scene.engine.requests["r#1"].grammar == "a+"
+    assert scene.engine.requests["other#1"].grammar is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("bad", "guided_regex: unclosed group"), ("odd", "guided_regex could not be compiled: RuntimeError")],
+)
+async def test_what_is_no_grammar_is_rejected_for_good_by_its_field(
+    wait_for: Callable[..., Any], text: str, message: str
+) -> None:
+    scene = Scene()
+    scene.decode(params=regex(text))
+    await wait_for(lambda: scene.sent)
+    assert scene.sent == [
+        m.Rejected(
+            request_id="r", leg=1, code="invalid_value", message=message, is_retryable=False, param="guided_regex"
+        )
+    ]
+    assert scene.node.num_live_requests == 0
+    assert scene.engine.requests == {}
+
+
+@pytest.mark.parametrize("end", ["abort", "proxy lost", "newer leg", "node stops"])
+async def test_a_grammar_that_nobody_waits_for_admits_nothing(wait_for: Callable[..., Any], end: str) -> None:
+    scene = Scene()
+    scene.compiler.gate.clear()
+    scene.decode(params=regex("old"))
+    if end == "abort":
+        scene.node.received(PROXY, m.Abort(request_id="r", leg=1))
+    elif end == "proxy lost":
+        scene.node.proxy_lost(PROXY)
+    elif end == "node stops":
+        scene.node.abort_all()
+    else:
+        scene.decode(leg=2, params=regex("new"))
+        scene.node.received(PROXY, m.Abort(request_id="r", leg=1))  # an older one's
+    assert scene.node.num_live_requests == (1 if end == "newer leg" else 0)
+    scene.compiler.gate.set()
+    scene.decode(request_id="last", params=regex("last"))
+    await wait_for(lambda: "last#1" in scene.engine.requests)
+    assert {name: request.grammar for name, request in scene.engine.requests.items()} == {
+        "last#1": "last",
+        **({"r#2": "new"} if end == "newer leg" else {}),
+    }
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_and_one_that_waits_for_it_may_go_elsewhere(
+    wait_for: Callable[..., Any],
+) -> None:
+    scene = Scene(compile_seconds=0.05)
+    scene.compiler.gate.clear()
+    for name in "abc":  # there are two threads
+        scene.decode(request_id=name, params=regex("slow"))
+    await wait_for(lambda: len(scene.sent) == 3)
+    scene.compiler.gate.set()
+    found = {r.request_id: r for r in scene.sent if isinstance(r, m.Rejected)}
+    assert found["a"].message == "guided_regex was not compiled within 0.05 s, must be simpler"
+    assert [found[name].is_retryable for name in "abc"] == [False, False, True]
 
 
 async def drained() -> None:

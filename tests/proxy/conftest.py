@@ -26,6 +26,7 @@ from common.text.tokenizer import TextTokenizer
 from proxy.app import CLUSTER, AppSettings, build_app
 from proxy.cluster import Cluster
 from proxy.node_pool import NodePool
+from proxy.sampling_defaults import SamplingDefaults
 from proxy.serving_model import ModelLimits, ServingModel
 
 MODEL = "tiny"
@@ -397,11 +398,12 @@ async def start_proxy(tokenizer: TextTokenizer) -> AsyncIterator[StartProxy]:
     """Starts proxies with short heartbeats and leases; settings may be changed by name."""
     async with AsyncExitStack() as stack:
 
-        async def start(**changes: Any) -> Proxy:
+        async def start(*, sampling_defaults: SamplingDefaults | None = None, **changes: Any) -> Proxy:
             settings = AppSettings("tcp://127.0.0.1:*", heartbeat_seconds=0.05, lease_seconds=0.4)
             pool = NodePool(lease_seconds=0.4, vocab_size=512)
             limits = ModelLimits(vocab_size=512, max_model_len=4096, eos_token_ids=frozenset({EOS}))
-            model = ServingModel(MODEL, tokenizer, ChatTemplate(CHATML), limits, lambda: pool.max_model_len)
+            template = ChatTemplate(CHATML)
+            model = ServingModel(MODEL, tokenizer, template, limits, lambda: pool.max_model_len, sampling_defaults)
             app = await build_app(model, pool, replace(settings, **changes))
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
             await runner.setup()

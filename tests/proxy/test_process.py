@@ -183,6 +183,7 @@ async def test_what_outlives_the_grace_ends_with_an_error(
     [
         (["--control-endpoint", "tcp://0.0.0.0:0"], "not encrypted"),
         (["--chat-template", "/no/such/file"], "chat-template"),
+        (["--generation-config", "none"], "--generation-config"),
         (["--port", "99999"], "--port"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
@@ -193,6 +194,32 @@ async def test_what_it_cannot_start_with_is_named(model_directory: Path, flags: 
     assert proxy.process.returncode in (1, 2)
     assert words in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("flags", "temperature", "max_tokens"), [([], 0.25, 7), (["--generation-config", "vllm"], 1.0, None)]
+)
+async def test_sampling_defaults_of_the_model(
+    model_directory: Path,
+    scripted_node: Any,
+    tokenizer: Any,
+    flags: list[str],
+    temperature: float,
+    max_tokens: int | None,
+) -> None:
+    config = {"temperature": 0.25, "max_new_tokens": 7}
+    (model_directory / "generation_config.json").write_text(json.dumps(config))
+    async with running(model_directory, *flags) as proxy:
+        endpoint = field(await proxy.read_until("control_listening"), "endpoint")
+        url = field(await proxy.read_until("http_listening"), "url")
+        assert any("sampling_defaults temperature=0.25 max_tokens=7" in line for line in proxy.lines) == (not flags)
+        node = await scripted_node(endpoint, lambda _: [tokenizer.encode("Hello"), [EOS]])
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        async with aiohttp.ClientSession(url) as http, http.post("/v1/chat/completions", json=body) as reply:
+            assert reply.status == 200
+        params = (await node.expect(m.Decode)).params
+    assert params.temperature == temperature
+    assert params.max_tokens == (max_tokens or 2048 - len(tokenizer.encode("Hi")))
 
 
 async def test_a_port_in_use_is_named(model_directory: Path, unused_tcp_port: int) -> None:

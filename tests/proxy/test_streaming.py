@@ -71,16 +71,16 @@ async def test_golden_completion_reply(proxy: Any) -> None:
     assert reply["id"].startswith("cmpl-")
 
 
-async def test_prompt_that_ends_inside_a_character(proxy: Any) -> None:
-    """S-02."""
+async def test_s02_prompt_that_ends_inside_a_character(proxy: Any) -> None:
+    """The prompt's text came again with the first delta."""
     prompt = [*proxy.tokenizer.encode("abc "), *[i for [i] in proxy.bytes_ids("日".encode()[:2])]]
     await proxy.node(lambda _: [*proxy.bytes_ids("日".encode()[2:]), *proxy.ids("fox"), [EOS]])
-    stream = await proxy.stream(prompt=prompt)
-    assert stream.joined() == "日fox"
+    plain, stream = await both(proxy, prompt=prompt)
+    assert plain["text"] == "日fox"
+    assert stream.deltas()[0] in ("日", "日fox")
 
 
-async def test_a_byte_that_is_no_text(proxy: Any) -> None:
-    """S-03."""
+async def test_s03_a_byte_that_is_no_text(proxy: Any) -> None:
     await proxy.node(lambda _: [*proxy.ids("ok "), *proxy.bytes_ids(b"\x85"), *proxy.ids(" done"), [EOS]])
     plain, _ = await both(proxy)
     assert plain["text"] == "ok \ufffd done"
@@ -94,8 +94,7 @@ async def test_a_cut_character_is_flushed_once(proxy: Any) -> None:
 
 
 @pytest.mark.parametrize(("second", "text", "reason"), [("D! more", "fine ", "stop"), ("X", "fine ENX", "stop")])
-async def test_stop_string_in_pieces(proxy: Any, second: str, text: str, reason: str) -> None:
-    """S-05."""
+async def test_s05_stop_string_in_pieces(proxy: Any, second: str, text: str, reason: str) -> None:
     await proxy.node(lambda _: [*proxy.ids("fine ", "EN", second), [EOS]])
     plain, stream = await both(proxy, stop=["END!"])
     assert plain["text"] == text
@@ -104,8 +103,8 @@ async def test_stop_string_in_pieces(proxy: Any, second: str, text: str, reason:
     assert "EN" not in "".join(stream.deltas()) or text.endswith("ENX")
 
 
-async def test_stop_phrase_of_many_tokens(proxy: Any, wait: Any) -> None:
-    """S-06: and the node is told at once."""
+async def test_s06_stop_phrase_of_many_tokens(proxy: Any, wait: Any) -> None:
+    """And the node is told at once."""
     node = await proxy.node(lambda _: [*proxy.ids("a ", "red", " blue"), wait, *proxy.ids(" after")])
     plain, _ = await both(proxy, stop="red blue")
     assert plain["text"] == "a "
@@ -114,15 +113,23 @@ async def test_stop_phrase_of_many_tokens(proxy: Any, wait: Any) -> None:
     assert not node.running
 
 
-async def test_usage_only_when_asked(proxy: Any) -> None:
-    """S-07, S-08."""
+async def test_s07_usage_only_when_asked(proxy: Any) -> None:
     await proxy.node(lambda _: [*proxy.ids("Hello"), [EOS]])
     counts = []
     for options in ({}, {"include_usage": False}, {"include_usage": True}, None):
         stream = await proxy.stream(CHAT, stream_options=options)
         counts.append(sum(bool(chunk.get("usage")) for chunk in stream.chunks))
     assert counts == [0, 0, 1, 0]
-    assert stream.data[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_s08_the_usage_chunk_has_no_choices_and_ends_the_stream(proxy: Any, path: str, caplog: Any) -> None:
+    await proxy.node(lambda _: [*proxy.ids("Hello"), [EOS]])
+    stream = await proxy.stream(path, stream_options={"include_usage": True})
+    assert stream.chunks[-1]["choices"] == []  # `chunks` asserts that [DONE] follows
+    assert stream.chunks[-1]["usage"]["completion_tokens"] == len(proxy.tokenizer.encode("Hello"))
+    assert all(chunk["choices"] and chunk["usage"] is None for chunk in stream.chunks[:-1])
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_masked_tokens_are_strict_json(proxy: Any) -> None:
@@ -140,8 +147,7 @@ async def test_masked_tokens_are_strict_json(proxy: Any) -> None:
 
 @pytest.mark.parametrize("end", ["stop_token", "stop_string", "eos", "length"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_ids_logprobs_text_and_usage_describe_the_same_tokens(proxy: Any, end: str, stream: bool) -> None:
-    """M-13."""
+async def test_m13_ids_logprobs_text_and_usage_describe_the_same_tokens(proxy: Any, end: str, stream: bool) -> None:
     visible = [i for [i] in proxy.bytes_ids(b"abc")]
     [stop_token], *_ = proxy.bytes_ids(b"Q")
     tails = {

@@ -20,7 +20,7 @@ CONTEXT = 2048
 OPTIONAL = [
     "model max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos n logit_bias presence_penalty",
     "frequency_penalty repetition_penalty min_tokens logprobs stream stream_options user priority cache_salt",
-    "skip_special_tokens use_beam_search prompt_logprobs allowed_token_ids bad_words",
+    "skip_special_tokens use_beam_search prompt_logprobs allowed_token_ids bad_words include_stop_str_in_output",
 ]
 OPTIONAL_FIELDS = " ".join(OPTIONAL).split()
 
@@ -101,6 +101,7 @@ async def test_null_is_the_default_in_chat(proxy: Any, hello: Any, field: str) -
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
         ({"no_such_field": 1}, "no_such_field"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
@@ -124,7 +125,6 @@ async def test_values_that_are_refused(proxy: Any, hello: Any, body: dict[str, A
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),
         ({"messages": [{"role": "boss", "content": "Hi"}]}, "messages.0.role"),

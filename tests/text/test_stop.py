@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from common.text.stop import StopMatcher
 
 
-def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    matcher = StopMatcher(stops)
+def run(stops: list[str], pieces: list[str], *, includes_stop: bool = False) -> tuple[list[str], str | None]:
+    matcher = StopMatcher(stops, includes_stop=includes_stop)
     released = []
     for piece in pieces:
         text, match = matcher.push(piece)
@@ -30,13 +30,11 @@ def reference(stops: list[str], text: str) -> tuple[str, str | None]:
     return text, None
 
 
-def test_a_beginning_is_held_back() -> None:
-    """S-05."""
+def test_s05_a_beginning_is_held_back() -> None:
     assert run(["END!"], ["fine EN", "D! more"]) == (["fine ", ""], "END!")
 
 
-def test_a_false_start_is_released() -> None:
-    """S-05, second run."""
+def test_s05_a_false_start_is_released() -> None:
     assert run(["END!"], ["fine EN", "X"]) == (["fine ", "ENX", ""], None)
 
 
@@ -44,8 +42,7 @@ def test_what_is_held_at_the_end_is_released() -> None:
     assert run(["END!"], ["fine EN"]) == (["fine ", "EN"], None)
 
 
-def test_a_phrase_over_many_pieces() -> None:
-    """S-06."""
+def test_s06_a_phrase_over_many_pieces() -> None:
     assert run(["red blue"], ["a r", "ed", " bl", "ue", " z"])[0] == ["a ", "", "", ""]
 
 
@@ -65,6 +62,15 @@ texts = st.text(alphabet="abc", max_size=20)
 def test_equals_the_definition_for_any_pieces(stops: list[str], pieces: list[str]) -> None:
     released, stop = run(stops, pieces)
     assert ("".join(released), stop) == reference(stops, "".join(pieces))
+
+
+@given(stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4), pieces=st.lists(texts, max_size=8))
+def test_an_included_stop_string_is_the_last_part_and_nothing_is_held_back(stops: list[str], pieces: list[str]) -> None:
+    text, expected = reference(stops, "".join(pieces))
+    released, stop = run(stops, pieces, includes_stop=True)
+    assert ("".join(released), stop) == (text + (expected or ""), expected)
+    num_whole = len(released) - 1  # the last one was cut, or is what was left
+    assert released[:num_whole] == pieces[:num_whole]
 
 
 @given(stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3), pieces=st.lists(texts))

@@ -59,8 +59,28 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         TextTokenizer.from_directory(tmp_path)
 
 
-def test_an_unsupported_decoder_is_named() -> None:
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([decoders.WordPiece()], "WordPiece"),
+        ([decoders.Strip(" ", 1, 0), decoders.Fuse()], "order Strip, Fuse"),
+        ([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)], "order Replace, Strip"),
+        ([decoders.Fuse(), decoders.Metaspace()], "order Fuse, Metaspace"),
+        ([decoders.Fuse(), decoders.Strip(" ", 1, 1)], "Strip"),
+        ([decoders.Replace("x", " ")], "Replace"),
+        ([decoders.Metaspace("_")], "Metaspace"),
+    ],
+)
+def test_an_unsupported_decoder_is_named(steps: list[decoders.Decoder], words: str) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    tokenizer.decoder = decoders.WordPiece()
-    with pytest.raises(CheckpointError, match="WordPiece"):
+    tokenizer.decoder = decoders.Sequence(steps)
+    with pytest.raises(CheckpointError, match=words):
         TextTokenizer(tokenizer)
+
+
+def test_tokens_that_only_look_like_bytes() -> None:
+    tokenizer = Tokenizer(models.BPE({"<0x-1>": 0, "<0x 1>": 1, "<0x41>": 2}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    text = TextTokenizer(tokenizer)
+    assert [text.piece(i).is_byte for i in range(3)] == [False, False, True]
+    assert text.decode([0, 1, 2]) == "<0x-1><0x 1>A"
