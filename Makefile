@@ -23,8 +23,8 @@ install-dev: $(VENV)/.stamp-dev
 test: install-dev  ## the fast suite, under ten minutes (one area: ARGS=tests/scheduling)
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
-test-long: install-dev  ## everything, the long grids too
-	$(TEST_ENV) $(BIN)/python -m pytest -q --timeout 1800 $(ARGS)
+test-long: install-dev  ## the long grids and soaks, some twenty minutes
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not gpu" --timeout 1800 $(ARGS)
 
 lint: install-dev  ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
