@@ -52,7 +52,8 @@ def _last_bin(bins: np.ndarray, mass: np.ndarray, params: SamplingParams) -> int
     elif params.top_p < 1.0:
         cumulative = np.bincount(bins, mass).cumsum()
         last = min(last, int(np.searchsorted(cumulative, params.top_p * cumulative[-1])))
-    if params.min_p > 0.0:
+    needs_all_top_k = params.top_k > 0 and params.top_p < 1.0  # top_p is a part of their sum
+    if params.min_p > 0.0 and not needs_all_top_k:
         distance = np.array([0.0 - np.log(params.min_p)], np.float32)
         last = min(last, int(distance.view(np.int32)[0]) >> _BIN_SHIFT)
     return max(last + 1, int(bins.min()))  # where a broken model's logits are no numbers, there is no best at 0

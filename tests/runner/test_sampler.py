@@ -91,6 +91,14 @@ def test_how_many_tokens_are_ranked_does_not_change_the_draw(
     assert found[0] == found[1] == found[2] == found[3]
 
 
+def test_min_p_takes_nothing_from_the_sum_that_top_p_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the top 6 two are likely enough for min_p, and both together are what top_p keeps of all six."""
+    logits = torch.tensor([[-0.17, 0.0, -0.85, -0.96, -0.98, -1.0, -1.2, -1.3, -1.4]])
+    row = SamplingRow(SamplingParams(temperature=1.0, top_k=6, top_p=0.3, min_p=0.5, seed=1), 1)
+    monkeypatch.setattr(sampler_module, "_RANKED_WIDTH", 4)
+    assert draw(logits, [row]) == [plain_draw(logits[0].tolist(), row)] == [0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([1, 8, 33, 64]), st.integers(1000, 1020), st.booleans())
 def test_the_highest_are_found_in_any_vocabulary(seed: int, width: int, vocab_size: int, has_ties: bool) -> None:
