@@ -23,7 +23,7 @@ from benchmarks.engine_bookkeeping import measure_bookkeeping
 from benchmarks.engine_driver import Setup
 from benchmarks.engine_memory import compare_memory
 from benchmarks.engine_prefix import compare_prefix
-from benchmarks.engine_report import Check, Section, describe_machine
+from benchmarks.engine_report import Check, Section, describe_machine, names_among
 from benchmarks.engine_swap import compare_swap
 from common.checkpoints.resolve import resolve_model
 from common.config import DEFAULT_MODEL
@@ -58,21 +58,15 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--only", type=_names, default=list(COMPARISONS), help=f"some of {', '.join(COMPARISONS)}")
+    parser.add_argument(
+        "--only", type=names_among(COMPARISONS), default=list(COMPARISONS), help=f"some of {', '.join(COMPARISONS)}"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="one round of small sizes, to see that it runs; no figures to quote"
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often each time is taken")
     parser.add_argument("--num-threads", type=int, default=1)
     return parser
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in COMPARISONS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(COMPARISONS)}")
-    return names
 
 
 if __name__ == "__main__":

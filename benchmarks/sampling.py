@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine_driver import count_outputs
-from benchmarks.engine_report import Check, Section, describe_machine
+from benchmarks.engine_report import Check, Section, describe_machine, names_among
 from benchmarks.load import filler
 from common.checkpoints.resolve import resolve_model
 from common.config import DEFAULT_MODEL
@@ -210,19 +210,11 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--only", type=_names, default=NAMES, help=f"some of: {', '.join(NAMES)}")
+    parser.add_argument("--only", type=names_among(NAMES), default=NAMES, help=f"some of: {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; no figures to quote")
     parser.add_argument("--steps", type=int, default=20, help="full steps of each kind of parameters")
     parser.add_argument("--num-threads", type=int, default=1)
     return parser
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(NAMES)}")
-    return names
 
 
 if __name__ == "__main__":

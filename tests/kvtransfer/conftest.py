@@ -24,7 +24,7 @@ class Receiver:
     def __init__(self, instance_id: str = "client", num_blocks: int = 256, **options: object) -> None:
         layout = options.pop("layout", TINY_LAYOUT)
         self.pool = bytearray([0xAA]) * (num_blocks * BLOCK_BYTES)
-        self.client = FetchClient(layout, memoryview(self.pool), instance_id, **options)  # type: ignore[arg-type]
+        self.client = FetchClient(layout, memoryview(self.pool), instance_id, **options)
         self._free = itertools.count()
         self.client.start()
 
@@ -32,7 +32,7 @@ class Receiver:
         self, source: Source, num_tokens: int, *, first_block: int | None = 0, base: int = 1000, **fields: object
     ) -> Fetching:
         """first_block None: grant nothing yet."""
-        request = FetchRequest([base + i for i in range(num_tokens)], **fields)  # type: ignore[arg-type]
+        request = FetchRequest([base + i for i in range(num_tokens)], **fields)
         listener = RecordingListener()
         fetching = Fetching(self, request, listener, self.client.open(source, request, listener))
         if first_block is not None:
@@ -100,7 +100,7 @@ def make_receiver() -> Iterator[Callable[..., Receiver]]:
     made: list[Receiver] = []
 
     def make(*args: object, **options: object) -> Receiver:
-        made.append(Receiver(*args, **options))  # type: ignore[arg-type]
+        made.append(Receiver(*args, **options))
         return made[-1]
 
     yield make
@@ -119,7 +119,7 @@ def make_server() -> Iterator[Callable[..., tuple[FetchServer, Source]]]:
         endpoints: tuple[str, ...] = ("tcp://127.0.0.1:0", "ipc://*"),
         **options: object,
     ) -> tuple[FetchServer, Source]:
-        server = FetchServer(store, instance_id, endpoints, **options)  # type: ignore[arg-type]
+        server = FetchServer(store, instance_id, endpoints, **options)
         made.append((server, store))
         return server, Source(instance_id, server.start())
 

@@ -53,13 +53,13 @@ SERVER_FRAMES = [
 
 @pytest.mark.parametrize("frame", CLIENT_FRAMES, ids=lambda frame: type(frame).__name__)
 def test_client_frames_round_trip(frame: object) -> None:
-    message = decode_from_client(encode(frame))  # type: ignore[arg-type]
+    message = decode_from_client(encode(frame))
     assert (message.frame, message.is_intact) == (frame, True)
 
 
 @pytest.mark.parametrize("frame", SERVER_FRAMES, ids=lambda frame: type(frame).__name__)
 def test_server_frames_round_trip(frame: object) -> None:
-    message = decode_from_server(encode(frame))  # type: ignore[arg-type]
+    message = decode_from_server(encode(frame))
     assert (message.frame, message.is_intact) == (frame, True)
 
 
@@ -130,7 +130,7 @@ FETCH: dict[str, Any] = {"fetch_id": ("client", 7), "sequence": 1, "receiver": "
         Fetch(**FETCH, tokens=[2**32]),
         Fetch(**FETCH, tokens=[0], queue_seconds=float("nan")),
         Fetch(**FETCH, tokens=[0], queue_seconds=-1.0),
-        Fetch(**FETCH, tokens=[0], hidden="some"),  # type: ignore[arg-type]
+        Fetch(**FETCH, tokens=[0], hidden="some"),
         Fetch(**FETCH, tokens=[0], cache_salt="s" * 257),
         Fetch(fetch_id=("c" * 129, 1), sequence=1, receiver="s", tokens=[0]),
         Fetch(fetch_id=("client", -1), sequence=1, receiver="s", tokens=[0]),
@@ -142,7 +142,7 @@ FETCH: dict[str, Any] = {"fetch_id": ("client", 7), "sequence": 1, "receiver": "
 )
 def test_values_out_of_range_are_refused(frame: object) -> None:
     with pytest.raises(PeerError, match="not valid"):
-        decode_from_client(encode(frame))  # type: ignore[arg-type]
+        decode_from_client(encode(frame))
 
 
 def test_sizes_are_checked_before_anything_is_decoded() -> None:

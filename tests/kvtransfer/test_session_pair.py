@@ -84,7 +84,7 @@ class SessionPair(RuleBasedStateMachine):
     def open(self, num_tokens: int, hidden: str, units: bool) -> None:
         self.number += 1
         tokens = [self.number * 100 + i for i in range(num_tokens)]
-        request = FetchRequest(tokens, hidden=hidden, units=units, queue_seconds=8.0)  # type: ignore[arg-type]
+        request = FetchRequest(tokens, hidden=hidden, units=units, queue_seconds=8.0)
         self.wanted[self.number] = Wanted(request)
         self.perform_client(self.client.open(self.now, self.number, request))
 

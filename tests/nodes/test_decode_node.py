@@ -92,7 +92,7 @@ class Scene:
         self.sent: list[m.NodeMessage] = []
         self.fetches: list[tuple[ScriptedFetch, FetchListener]] = []
         self.node = DecodeNode(
-            engine=self.engine,  # type: ignore[arg-type]
+            engine=self.engine,
             open_fetch=self._open_fetch,
             send=self._send,
             hello=self._hello,

@@ -7,7 +7,7 @@ from decode_node.output_log import OutputLog
 
 
 def output(index: int, finish: str | None = None) -> RequestOutput:
-    return RequestOutput(request_id="r", leg=1, index=index, token_ids=[index], finish_reason=finish)  # type: ignore[arg-type]
+    return RequestOutput(request_id="r", leg=1, index=index, token_ids=[index], finish_reason=finish)
 
 
 def logged(num_outputs: int, *, finished: bool = False) -> OutputLog:

@@ -15,7 +15,7 @@ def test_messages_drain_it_and_reset_its_prefix_cache() -> None:
     node = PrefillNode(
         store,
         stats=lambda: m.NodeStats(num_running=3),
-        hello=lambda stats, live: SimpleNamespace(stats=stats, live=live),  # type: ignore[arg-type, return-value]
+        hello=lambda stats, live: SimpleNamespace(stats=stats, live=live),
         reset_prefix_cache=lambda: resets.append(1),
     )
     node.received("proxy", m.ResetPrefixCache())

@@ -258,7 +258,7 @@ def test_defaults_are_loopback() -> None:
 
 def test_the_key_is_masked_in_a_printed_config() -> None:
     """O-07."""
-    config = ProxyConfig(api_key=KEY)  # type: ignore[arg-type]
+    config = ProxyConfig(api_key=KEY)
     assert KEY not in repr(config)
     assert KEY not in config.model_dump_json()
 

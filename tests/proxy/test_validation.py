@@ -225,7 +225,7 @@ async def test_unknown_model(proxy: Any, hello: Any) -> None:
         assert error["code"] == "model_not_found"
     async with proxy.sdk() as client:
         with pytest.raises(openai.NotFoundError):
-            await client.chat.completions.create(model="no-such-model", messages=HI)  # type: ignore[arg-type]
+            await client.chat.completions.create(model="no-such-model", messages=HI)
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("no-such-model")
     assert (await proxy.complete(model=None))["model"] == "tiny"  # the reply states the real name

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.model_config import load_model_config
 from common.runner import sampler
@@ -18,24 +16,6 @@ from common.scheduling.config import SchedulerConfig
 from common.scheduling.output import CancelCheck, HiddenRow, Inbox, SchedulerOutput, StepResult
 
 CONTEXT = 128
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def limits(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int = CONTEXT) -> SchedulerConfig:

@@ -122,7 +122,7 @@ def test_the_highest_are_found_in_any_vocabulary(seed: int, width: int, vocab_si
 def test_draws_follow_the_distribution(filters: dict[str, float], kept: list[int]) -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
     count = 20_000
-    settings_ = SamplingParams(seed=3, **filters)  # type: ignore[arg-type]
+    settings_ = SamplingParams(seed=3, **filters)
     rows = [SamplingRow(settings_, i) for i in range(count)]
     found = Counter(draw(logits.expand(count, -1).clone(), rows))
     assert sorted(found) == kept
@@ -194,7 +194,7 @@ def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(9))
     logits[0] = broken
     logits[1, 500] = broken
-    rows = [SamplingRow(SamplingParams(seed=i, **fields), 0) for i in range(3)]  # type: ignore[arg-type]
+    rows = [SamplingRow(SamplingParams(seed=i, **fields), 0) for i in range(3)]
     found = draw(logits, rows)
     assert all(0 <= token_id < 1000 for token_id in found)
     assert found[2] == draw(logits[2:], rows[2:])[0]

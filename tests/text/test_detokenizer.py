@@ -19,7 +19,7 @@ def deltas(tokenizer: TextTokenizer, ids: Sequence[int], **options: object) -> l
 
 
 def decode(tokenizer: TextTokenizer, ids: Sequence[int], **options: object) -> list[Decoded]:
-    detokenizer = Detokenizer(tokenizer, **options)  # type: ignore[arg-type]
+    detokenizer = Detokenizer(tokenizer, **options)
     return [*[detokenizer.push(token_id) for token_id in ids], detokenizer.finish()]
 
 
