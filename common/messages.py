@@ -16,7 +16,8 @@ from common.errors import PeerError
 from common.kv_layout import KVLayout
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+MAX_CHOICES = 256
 MAX_PROMPT_TOKENS = 2**20
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -80,7 +81,6 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
     request_id: Id
     leg: Count
-    next_index: Count
 
 
 class Hello(_Message, frozen=True):
@@ -125,17 +125,23 @@ class Rejected(_Message, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of the sampled token and the most likely ones (best first), of the raw logits, float32."""
+    """Log-probability of a token and of the most likely ones in its place (best first), of the raw logits, float32.
+
+    rank: of the token among all, 1 for the most likely one; known of prompt tokens only, otherwise 0.
+    """
 
     logprob: float
     top_token_ids: list[int] = []
     top_logprobs: list[float] = []
+    rank: Count = 0
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one choice of one request; `index` is that of the first one. The last one carries finish_reason.
 
-    num_cached_tokens: prompt tokens whose KV nobody computed for this request; in the first output of a leg.
+    prompt_logprobs: of the prompt's tokens from position `prompt_start` on (the first token has none). They come before
+        the first tokens, in pieces, with the first choice that the Decode names; token_ids is empty then.
+    num_cached_tokens: prompt tokens whose KV nobody computed for this request; in a choice's first output of a leg.
     """
 
     request_id: Id
@@ -144,6 +150,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     choice: Count = 0
     token_ids: Tokens = []
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_start: Count = 0
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: int | None = None
     error: Text | None = None
@@ -191,9 +199,18 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     endpoints: Annotated[list[Text], Meta(min_length=1, max_length=16)]
 
 
-class Decode(_Message, frozen=True):
-    """Generate from the three things: prompt, parameters, outputs so far (not empty when a request moves).
+class ChoiceSoFar(msgspec.Struct, frozen=True, array_like=True):
+    """A choice to be generated, and its outputs so far (not empty when a request moves)."""
 
+    choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
+    outputs: Tokens = []
+
+
+class Decode(_Message, frozen=True):
+    """Generate from the three things: prompt, parameters, outputs so far.
+
+    choices: what is to be generated, each a sample of its own; with params.beam_search the best beams, best first.
+        When a request moves, only those that have not ended are named.
     leg: number of this placement; outputs of an older leg are dropped by the proxy.
     sources: whom to fetch the KV from, best first; empty: compute it yourself.
     """
@@ -202,7 +219,9 @@ class Decode(_Message, frozen=True):
     leg: Count
     prompt_token_ids: Annotated[Tokens, Meta(min_length=1)]
     params: SamplingParams
-    outputs: Tokens = []
+    choices: Annotated[list[ChoiceSoFar], Meta(min_length=1, max_length=MAX_CHOICES)] = msgspec.field(
+        default_factory=lambda: [ChoiceSoFar(0)]
+    )
     sources: Annotated[list[Source], Meta(max_length=16)] = []
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
@@ -210,13 +229,16 @@ class Decode(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
+    """Nobody wants it any more: one choice, or all of it (None)."""
+
     request_id: Id
     leg: Count
+    choice: Count | None = None
     reason: Text = ""
 
 
 class Resend(_Message, frozen=True):
-    """Outputs of this request from `from_index` on did not arrive; send them again."""
+    """Outputs of this choice from `from_index` on did not arrive; send them again (0: the prompt's logprobs, too)."""
 
     request_id: Id
     leg: Count

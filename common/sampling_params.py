@@ -6,12 +6,15 @@ Knows no vocabulary: whoever has one calls `check_vocabulary`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
 from common.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 32
+MAX_LENGTH_PENALTY = 1e3
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
 MAX_PENALTY = 2.0
@@ -22,6 +25,23 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 128
 MAX_ALLOWED_TOKEN_IDS = 2**18
 _MAX_TOKEN_ID = 2**32 - 1
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Beam search instead of drawing: keeps the `width` most likely beginnings, each longer by a token in every step.
+
+    length_penalty: a beam's score is the sum of its log-probabilities over (its number of outputs) ** length_penalty.
+    early_stopping: True ends with `width` finished beams; False when no running beam would be among them if it ended
+        now; "never" when none ever can be. The meaning that transformers gives them.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        _check_range("beam_width", self.width, 1, MAX_BEAM_WIDTH)
+        _check_range("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,6 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         outputs (not the prompt) end with the tokens before it.
     structured_output: what the answer must match; a token that no match goes on with has no chance.
     logprobs: None for none, k for the sampled token's log-probability and the k most likely ones (k may be 0).
+    prompt_logprobs: the same for the prompt's tokens.
+    beam_search: None draws. With it what filters or changes logits must be at its default; temperature says nothing.
 
     The order in which they act is docs/sampling.md's; the most likely token always survives.
     Raises ValueError (msgspec.ValidationError on decoding) naming the field, its value and the limit.
@@ -67,6 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     structured_output: StructuredOutput | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    beam_search: BeamSearchParams | None = None
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0.0, 1e4)
@@ -78,14 +102,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_min_tokens()
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), MAX_SEED)
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_range(name, count, 0, MAX_LOGPROBS)
         _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_above_zero("repetition_penalty", self.repetition_penalty, MAX_REPETITION_PENALTY)
         self._check_token_lists()
         if self.ignore_eos and self.structured_output is not None:
             raise ValueError(f"ignore_eos is true, must be false: {self.structured_output.field} ends at an end token")
+        if self.beam_search is not None:
+            self._check_only_beams()
 
     @property
     def is_greedy(self) -> bool:
@@ -113,6 +140,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             worst = max(token_ids, default=0)
             if worst >= vocab_size:
                 raise ValueError(f"{name} has token id {worst}, must be from 0 to {vocab_size - 1}")
+
+    def _check_only_beams(self) -> None:
+        """Beams are ranked by the model's own log-probabilities."""
+        for name, neutral in _NEUTRAL_FOR_BEAMS.items():
+            if (value := getattr(self, name)) not in neutral:
+                shown = "given" if isinstance(value, msgspec.Struct) else value
+                raise ValueError(f"{name} is {shown}, must be {neutral[0]} with beam search")
 
     def _token_id_fields(self) -> list[tuple[str, Iterable[int]]]:
         return [
@@ -142,6 +176,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, token_ids in self._token_id_fields():
             for token_id in token_ids:
                 _check_range(name, token_id, 0, _MAX_TOKEN_ID)
+
+
+_NEUTRAL_FOR_BEAMS: dict[str, tuple[object, ...]] = {
+    "top_k": (0, -1),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (None,),
+    "bad_words_token_ids": ((),),
+    "structured_output": (None,),
+}
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

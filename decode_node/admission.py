@@ -35,6 +35,7 @@ class EngineSide(Protocol):
     def abort(self, request_id: str) -> None: ...
     def adopt(self, request_id: str, num_computed_tokens: int) -> None: ...
     def add_hidden(self, request_id: str, row: np.ndarray) -> None: ...
+    def add_prompt_hidden(self, request_id: str, start: int, rows: np.ndarray) -> None: ...
     def cancel_remote(self, request_id: str) -> None: ...
     def release_reservation(self, request_id: str) -> None: ...
 
@@ -55,6 +56,7 @@ class Admission:
         open_fetch: OpenFetch,
         post: Post,
         block_size: int,
+        hidden_size: int,
         queue_seconds: float,
     ) -> None:
         self.request = request
@@ -66,13 +68,17 @@ class Admission:
         self._open_fetch = open_fetch
         self._post = post
         self._block_size = block_size
+        self._hidden_size = hidden_size
         self._queue_seconds = queue_seconds
         self._fetch: FetchHandle | None = None
         self._fetch_number = 0
         self._block_ids: list[int] | None = None  # reserved for this request, None before and after
         self._num_complete_blocks = 0
-        self._held_row: np.ndarray | None = None  # a hidden row that came before the reservation
-        self._has_output = False  # the next output was sampled from a hidden row
+        self._needs_all_hidden = request.is_scoring
+        self._num_hidden = 0  # hidden states that came with this fetch: the last token's, or those of all in order
+        self._num_submitted = 0  # of them
+        self._held_rows: list[np.ndarray] = []  # those that came before the reservation
+        self._has_output = False  # the hidden state of the last token came
         self._is_revoked = False
         self._is_over = False
 
@@ -104,8 +110,9 @@ class Admission:
             return
         self._block_ids = list(block_ids)
         self._num_complete_blocks = num_cached_tokens // self._block_size
-        if self._held_row is not None:
-            self._submit(self._held_row)
+        for rows in self._held_rows:
+            self._submit(rows)
+        self._held_rows.clear()
         if self._num_missing_tokens() < self._block_size:
             self._sources.clear()  # less than a block is quicker computed than fetched
         if self._fetch is None:
@@ -132,15 +139,35 @@ class Admission:
         if number == self._fetch_number:
             self.num_source_cached_tokens = max(self.num_source_cached_tokens, num_cached_tokens)
 
-    def fetch_hidden(self, number: int, rows: bytes) -> None:
+    def fetch_hidden(self, number: int, payload: bytes) -> None:
         if number != self._fetch_number or self._is_over or self._has_output:
             return
-        self._note("hidden_arrived")
-        row = np.frombuffer(rows, np.float32)
+        rows = self._read_rows(payload)
+        if rows is None:
+            return
+        self._note("hidden_arrived", rows=len(rows))
+        self._num_hidden += len(rows)
+        self._has_output = self._num_hidden == self._num_hidden_wanted
         if self._block_ids is None:
-            self._held_row = row
+            self._held_rows.append(rows)
         else:
-            self._submit(row)
+            self._submit(rows)
+
+    def _read_rows(self, payload: bytes) -> np.ndarray | None:
+        """[num_rows, hidden_size]. None for what cannot be: nobody else's step shall fail of it, the fetch ends."""
+        num_rows, rest = divmod(len(payload), 4 * self._hidden_size)
+        if rest or not 1 <= num_rows <= self._num_hidden_wanted - self._num_hidden:
+            log_event(
+                log,
+                "hidden_refused",
+                level=logging.WARNING,
+                request_id=self.request.request_id,
+                num_bytes=len(payload),
+            )
+            if self._fetch is not None:
+                self._fetch.cancel()
+            return None
+        return np.frombuffer(payload, np.float32).reshape(num_rows, self._hidden_size)
 
     def fetch_ended(self, number: int, num_complete_blocks: int, error: str | None) -> None:
         if number != self._fetch_number:
@@ -183,13 +210,16 @@ class Admission:
         return is_impatient and self._block_ids is None
 
     def _open(self) -> None:
-        hidden: HiddenMode = "none" if self._has_output or self._held_row is not None else "last"
-        tokens = self._tokens if hidden == "last" else self._tokens[: self._num_full_tokens()]
+        hidden: HiddenMode = "none" if self._has_output else "all" if self._needs_all_hidden else "last"
+        tokens = self._tokens[: self._num_full_tokens()] if hidden == "none" else self._tokens
         if not tokens or (self._block_ids is not None and self._num_complete_blocks * self._block_size >= len(tokens)):
             self._sources.clear()
             self._fall_back(0, "nothing left to fetch")
             return
         self._fetch_number += 1
+        if not self._has_output:  # they come anew
+            self._num_hidden = self._num_submitted = 0
+            self._held_rows.clear()
         request = FetchRequest(
             tokens=tokens,
             cache_salt=self.request.cache_salt,
@@ -210,10 +240,13 @@ class Admission:
         self._fetch.grant(first, self._block_ids[first:last])
         self._note("fetch_granted", first_block=first, blocks=last - first)
 
-    def _submit(self, row: np.ndarray) -> None:
-        self._held_row = None
-        self._has_output = True
-        self._engine.add_hidden(self.request.request_id, row)
+    def _submit(self, rows: np.ndarray) -> None:
+        """In the order in which they came."""
+        if not self._needs_all_hidden:
+            self._engine.add_hidden(self.request.request_id, rows[0])
+        else:
+            self._engine.add_prompt_hidden(self.request.request_id, self._num_submitted, rows)
+            self._num_submitted += len(rows)
 
     def _adopt(self) -> None:
         computed = min(self._num_complete_blocks * self._block_size, len(self._tokens))
@@ -232,6 +265,10 @@ class Admission:
 
     def _note(self, event: str, **fields: object) -> None:
         log_event(log, event, level=logging.DEBUG, request_id=self.request.request_id, **fields)
+
+    @property
+    def _num_hidden_wanted(self) -> int:
+        return len(self._tokens) if self._needs_all_hidden else 1
 
     def _num_full_tokens(self) -> int:
         return len(self._tokens) // self._block_size * self._block_size

@@ -18,8 +18,9 @@ from common.node_process import make_failure, make_hello, make_readiness, node_m
 from common.node_service import serve_until_stopped
 from decode_node.config import DecodeConfig
 from decode_node.grammars import Grammars
+from decode_node.legs import DecodeLimits
 from decode_node.metrics import DecodeMetrics
-from decode_node.node import DecodeLimits, DecodeNode
+from decode_node.node import DecodeNode
 from kvtransfer.client import FetchClient
 from kvtransfer.metrics import TransferCollector
 
@@ -63,6 +64,7 @@ async def run(flags: DecodeConfig) -> None:
         ),
         limits=_limits(flags, parts),
         block_size=parts.layout.block_size,
+        hidden_size=config.hidden_size,
         metrics=DecodeMetrics(metrics),
         grammars=grammars,
         queue_seconds=flags.queue_seconds,

@@ -16,12 +16,22 @@ from dataclasses import dataclass
 from common import messages as m
 from common.clock import Clock, SystemClock
 from common.engine.async_engine import AsyncEngine
-from common.engine.events import Event, FailedEvent, OutputEvent, ReservedEvent, RevokedEvent
-from common.errors import OverloadedError, TandemError
+from common.engine.events import (
+    Event,
+    FailedEvent,
+    OutputEvent,
+    ReservedEvent,
+    RevokedEvent,
+    ScoredEvent,
+    SearchEndedEvent,
+)
+from common.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from common.request import FinishReason, Request
-from common.structured_output import Grammar, StructuredOutput
+from common.scheduling.beam_search import BeamSearch, Hypothesis
+from common.structured_output import StructuredOutput
 from decode_node.admission import Admission, OpenFetch
 from decode_node.grammars import Grammars
+from decode_node.legs import DecodeLimits, Leg, Legs, LiveChoice, LivePrompt, make_requests, numbers_of
 from decode_node.metrics import DecodeMetrics
 from decode_node.output_log import OutputLog
 
@@ -30,34 +40,14 @@ log = logging.getLogger(__name__)
 Send = Callable[[str, m.NodeMessage], int | None]
 
 
-@dataclass
-class _Live:
-    """A request of a proxy, from its Decode to its end."""
-
-    proxy_id: str
-    request_id: str
-    leg: int
-    admission: Admission
-    timer: asyncio.TimerHandle | None = None
-    is_first_output_sent: bool = False
-
-
 @dataclass(frozen=True)
 class _Compiling:
     """A Decode that is answered when its grammar is compiled."""
 
     proxy_id: str
     leg: int
+    num_choices: int
     task: asyncio.Task[None]
-
-
-@dataclass(frozen=True)
-class DecodeLimits:
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    max_requests: int
-    """Requests held at once, running and waiting; more are rejected, so that the queue grows at the proxy."""
 
 
 class DecodeNode:
@@ -72,6 +62,7 @@ class DecodeNode:
         hello: Callable[[m.NodeStats, list[m.LiveRequest]], m.Hello],
         limits: DecodeLimits,
         block_size: int,
+        hidden_size: int,
         metrics: DecodeMetrics,
         grammars: Grammars,
         queue_seconds: float = 60.0,
@@ -83,14 +74,14 @@ class DecodeNode:
         self._hello = hello
         self._limits = limits
         self._block_size = block_size
+        self._hidden_size = hidden_size
         self._queue_seconds = queue_seconds
         self._clock = clock or SystemClock()
         self._metrics = metrics
         self._grammars = grammars
         self._compiling: dict[str, _Compiling] = {}  # by request id
         self._loop = asyncio.get_running_loop()
-        self._live: dict[str, _Live] = {}  # by engine request id
-        self._current: dict[str, str] = {}  # request id -> engine request id of its newest leg
+        self._legs = Legs()
         self._log = OutputLog(keep_seconds=30.0)
         self.is_draining = False
 
@@ -121,8 +112,8 @@ class DecodeNode:
         self._log.forget_proxy(proxy_id)
         for request_id in [key for key, compiling in self._compiling.items() if compiling.proxy_id == proxy_id]:
             self._stop_compiling(request_id)
-        for live in [live for live in self._live.values() if live.proxy_id == proxy_id]:
-            self._end(live, abort=True)
+        for leg in [leg for leg in self._legs.all() if leg.proxy_id == proxy_id]:
+            self._end_leg(leg)
 
     def drain(self) -> None:
         """No new work from now on."""
@@ -130,86 +121,65 @@ class DecodeNode:
 
     @property
     def num_live_requests(self) -> int:
-        return len(self._live) + len(self._compiling)
+        """Answers that are still to come."""
+        return len(self._legs) + sum(compiling.num_choices for compiling in self._compiling.values())
 
     def abort_all(self) -> None:
         for request_id in list(self._compiling):
             self._stop_compiling(request_id)
-        for live in list(self._live.values()):
-            self._end(live, abort=True)
+        for leg in self._legs.all():
+            self._end_leg(leg)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def _decode(self, proxy_id: str, message: m.Decode) -> None:
-        newest = self._live.get(self._current.get(message.request_id, ""))
-        compiling = self._compiling.get(message.request_id)
-        if any(earlier is not None and earlier.leg >= message.leg for earlier in (newest, compiling)):
+        newest, compiling = self._legs.get(message.request_id), self._compiling.get(message.request_id)
+        if (newest is not None and newest.number >= message.leg) or (compiling and compiling.leg >= message.leg):
             return  # a repeated message
         if newest is not None:
-            self._end(newest, abort=True)
+            self._end_leg(newest)
         self._stop_compiling(message.request_id)
-        if rejection := self._rejection(message):
+        requests = make_requests(message, self._limits, self._clock.now())
+        if rejection := self._rejection(message, requests):
             self._send(proxy_id, rejection)
         elif (wanted := message.params.structured_output) is not None:
-            task = self._loop.create_task(self._compile(proxy_id, message, wanted))
-            self._compiling[message.request_id] = _Compiling(proxy_id, message.leg, task)
+            task = self._loop.create_task(self._compile(proxy_id, message, requests, wanted))
+            self._compiling[message.request_id] = _Compiling(proxy_id, message.leg, len(message.choices), task)
         else:
-            self._accept(proxy_id, message)
+            self._accept(proxy_id, message, requests)
 
-    async def _compile(self, proxy_id: str, message: m.Decode, wanted: StructuredOutput) -> None:
+    async def _compile(
+        self, proxy_id: str, message: m.Decode, requests: list[Request], wanted: StructuredOutput
+    ) -> None:
         """Then answers the Decode. Cancelled when nobody waits for the answer any more."""
         try:
             grammar = await self._grammars.compile(wanted)
         except TandemError as error:
             del self._compiling[message.request_id]
-            rejection = m.Rejected(
-                request_id=message.request_id,
-                leg=message.leg,
-                code=error.code,
-                message=error.message,
-                is_retryable=isinstance(error, OverloadedError),
-                param=error.param or "",
-            )
-            self._send(proxy_id, rejection)
+            self._send(proxy_id, _rejected(message, error))
         else:
             del self._compiling[message.request_id]
-            self._accept(proxy_id, message, grammar)
+            for request in requests:
+                for sampling in request.choices or [request]:
+                    sampling.grammar = grammar
+            self._accept(proxy_id, message, requests)
 
     def _stop_compiling(self, request_id: str) -> None:
         if (compiling := self._compiling.pop(request_id, None)) is not None:
             compiling.task.cancel()
 
-    def _accept(self, proxy_id: str, message: m.Decode, grammar: Grammar | None = None) -> None:
+    def _accept(self, proxy_id: str, message: m.Decode, requests: list[Request]) -> None:
         self._send(proxy_id, m.Accepted(request_id=message.request_id, leg=message.leg))
-        self._log.open(proxy_id, message.request_id, message.leg, len(message.outputs))
-        self._admit(proxy_id, message, grammar)
+        numbers = [so_far.choice for so_far in message.choices]
+        self._log.open(proxy_id, message.request_id, message.leg, numbers)
+        leg = Leg(proxy_id, message.request_id, message.leg)
+        leg.timer = self._loop.call_later(message.deadline_seconds, self._expire, leg)
+        self._legs.add(leg)
+        prompts = [self._place(leg, message, request) for request in requests]
+        for prompt in prompts:
+            prompt.admission.start()
 
-    def _rejection(self, message: m.Decode) -> m.Rejected | None:
-        def rejected(code: str, text: str, *, is_retryable: bool) -> m.Rejected:
-            return m.Rejected(
-                request_id=message.request_id, leg=message.leg, code=code, message=text, is_retryable=is_retryable
-            )
-
-        if self.is_draining:
-            return rejected("draining", "this node is draining", is_retryable=True)
-        if self.num_live_requests >= self._limits.max_requests:
-            return rejected("full", f"{self.num_live_requests} requests are held, no more fit", is_retryable=True)
-        worst = max(max(message.prompt_token_ids), max(message.outputs, default=0))
-        if worst >= self._limits.vocab_size:
-            text = f"token id {worst} is out of range, the vocabulary has {self._limits.vocab_size} tokens"
-            return rejected("invalid_value", text, is_retryable=False)
-        try:
-            message.params.check_vocabulary(self._limits.vocab_size)
-        except ValueError as error:
-            return rejected("invalid_value", str(error), is_retryable=False)
-        try:
-            self._engine.check_fits(len(message.prompt_token_ids) + len(message.outputs))
-        except TandemError as error:
-            return rejected(error.code, error.message, is_retryable=False)
-        return None
-
-    def _admit(self, proxy_id: str, message: m.Decode, grammar: Grammar | None) -> None:
-        request = self._make_request(message, grammar)
+    def _place(self, leg: Leg, message: m.Decode, request: Request) -> LivePrompt:
         admission = Admission(
             request,
             message.sources,
@@ -217,68 +187,87 @@ class DecodeNode:
             open_fetch=self._open_fetch,
             post=self.post,
             block_size=self._block_size,
+            hidden_size=self._hidden_size,
             queue_seconds=min(self._queue_seconds, message.deadline_seconds),
         )
-        live = _Live(proxy_id, message.request_id, message.leg, admission)
-        live.timer = self._loop.call_later(message.deadline_seconds, self._expire, request.request_id)
-        self._live[request.request_id] = live
-        self._current[message.request_id] = request.request_id
-        self._metrics.admitted(request.request_id, has_sources=bool(message.sources))
-        admission.start()
+        prompt = self._legs.place(leg, request, admission, numbers_of(request, message))
+        for choice in prompt.choices:
+            self._metrics.admitted(choice.engine_id, has_sources=bool(message.sources))
+        return prompt
 
-    def _make_request(self, message: m.Decode, grammar: Grammar | None) -> Request:
-        params = message.params
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.eos_token_ids)
-        longest = self._limits.max_model_len
-        if params.max_tokens is not None:
-            longest = min(longest, len(message.prompt_token_ids) + params.max_tokens)
-        return Request(
-            request_id=f"{message.request_id}#{message.leg}",
-            prompt_token_ids=message.prompt_token_ids,
-            params=params,
-            output_token_ids=list(message.outputs),
-            stop_token_ids=stops,
-            max_num_tokens=longest,
-            grammar=grammar,
-            cache_salt=message.cache_salt,
-            priority=message.priority,
-            arrival_time=self._clock.now(),
-        )
+    def _rejection(self, message: m.Decode, requests: list[Request]) -> m.Rejected | None:
+        try:
+            self._check(message, requests)
+        except TandemError as error:
+            return _rejected(message, error)
+        except ValueError as error:
+            return _rejected(message, InvalidRequestError(str(error)))
+        return None
+
+    def _check(self, message: m.Decode, requests: list[Request]) -> None:
+        """Raises OverloadedError or UnavailableError where another node may take it, otherwise why none can."""
+        if self.is_draining:
+            raise UnavailableError("this node is draining")
+        if self.num_live_requests + len(message.choices) > self._limits.max_requests:
+            raise OverloadedError(
+                f"{self.num_live_requests} requests are held, at most {self._limits.max_requests} may be"
+            )
+        numbers = [so_far.choice for so_far in message.choices]
+        if len(set(numbers)) < len(numbers):
+            raise InvalidRequestError(f"the choices {numbers} are not distinct")
+        worst = max(max(message.prompt_token_ids), *(max(c.outputs, default=0) for c in message.choices))
+        if worst >= self._limits.vocab_size:
+            raise InvalidRequestError(
+                f"token id {worst} is out of range, the vocabulary has {self._limits.vocab_size} tokens"
+            )
+        message.params.check_vocabulary(self._limits.vocab_size)
+        for request in requests:
+            self._engine.check_fits(request)
 
     def _abort(self, message: m.Abort) -> None:
         compiling = self._compiling.get(message.request_id)
         if compiling is not None and compiling.leg <= message.leg:
             self._stop_compiling(message.request_id)
-        live = self._live.get(self._current.get(message.request_id, ""))
-        if live is not None and live.leg > message.leg:
+        leg = self._legs.get(message.request_id)
+        if leg is not None and leg.number > message.leg:
             return  # meant for an earlier placement
-        self._log.forget(message.request_id)
-        if live is not None:
-            self._end(live, abort=True)
+        if message.choice is None:
+            self._log.forget(message.request_id)
+            if leg is not None:
+                self._end_leg(leg)
+            return
+        self._log.close_choice(message.request_id, message.choice)
+        if leg is not None and (choice := leg.choices.get(message.choice)) is not None:
+            self._end(choice, abort=True)
 
-    def _expire(self, engine_id: str) -> None:
-        live = self._live.get(engine_id)
-        if live is not None:
-            self._end(live, abort=True)
-            self._emit_error(live, "the request's deadline passed")
+    def _expire(self, leg: Leg) -> None:
+        choices = list(leg.choices.values())
+        self._end_leg(leg)
+        for choice in choices:
+            self._emit_error(choice, "the request's deadline passed")
 
     def _resend(self, proxy_id: str, message: m.Resend) -> None:
-        outputs = self._log.outputs_from(message.request_id, message.leg, message.from_index)
+        outputs = self._log.outputs_from(message.request_id, message.leg, message.choice, message.from_index)
         if outputs:
             self._send(proxy_id, m.Outputs(outputs=outputs))
 
-    def _end(self, live: _Live, *, abort: bool) -> None:
-        """Takes the request out of the node; its blocks follow when the engine and its fetch have let go."""
-        engine_id = live.admission.request.request_id
-        del self._live[engine_id]
-        if self._current.get(live.request_id) == engine_id:
-            del self._current[live.request_id]
-        if live.timer is not None:
-            live.timer.cancel()
+    def _end_leg(self, leg: Leg) -> None:
+        """Nobody wants it any more."""
+        for choice in list(leg.choices.values()):
+            self._end(choice, abort=True)
+
+    def _end(self, choice: LiveChoice, *, abort: bool) -> None:
+        """Takes it out of the node; its blocks follow when the engine and its fetch have let go."""
+        is_last = self._legs.remove(choice)
+        prompt_id = choice.prompt.request.request_id
         if abort:
-            self._engine.abort(engine_id)
-        live.admission.end()
-        self._metrics.ended(engine_id)
+            self._engine.abort(choice.engine_id)
+        self._metrics.ended(choice.engine_id)
+        if not is_last:
+            return
+        if abort and prompt_id != choice.engine_id:
+            self._engine.abort(prompt_id)
+        choice.prompt.admission.end()
 
     # --- engine events ---------------------------------------------------------------------------------------------
 
@@ -291,33 +280,40 @@ class DecodeNode:
         """All events of one engine step; outputs leave as one message for each proxy."""
         outputs: dict[str, list[m.RequestOutput]] = defaultdict(list)
         for event in events:
-            live = self._live.get(event.request_id)
-            if live is None:
-                continue  # ended meanwhile
             if isinstance(event, OutputEvent):
-                outputs[live.proxy_id].append(self._output(live, event))
+                if (choice := self._legs.choice(event.request_id)) is not None:
+                    outputs[choice.leg.proxy_id].append(self._output(choice, event))
+            elif (prompt := self._legs.prompt(event.request_id)) is None:
+                if isinstance(event, FailedEvent) and (choice := self._legs.choice(event.request_id)) is not None:
+                    self._fail(choice, event.error)
             elif isinstance(event, ReservedEvent):
-                live.admission.reserved(event.num_cached_tokens, event.block_ids)
+                prompt.admission.reserved(event.num_cached_tokens, event.block_ids)
             elif isinstance(event, RevokedEvent):
-                live.admission.revoked()
+                prompt.admission.revoked()
+            elif isinstance(event, ScoredEvent):
+                outputs[prompt.choices[0].leg.proxy_id].append(_scored_output(prompt.choices[0], event))
+            elif isinstance(event, SearchEndedEvent):
+                self._emit_beams(prompt, event.request)
             elif isinstance(event, FailedEvent):
-                self._end(live, abort=False)
-                self._emit_error(live, event.error)
+                for choice in list(prompt.choices):
+                    self._fail(choice, event.error)
         for proxy_id, items in outputs.items():
             self._emit(proxy_id, items)
 
-    def _output(self, live: _Live, event: OutputEvent) -> m.RequestOutput:
+    def _output(self, choice: LiveChoice, event: OutputEvent) -> m.RequestOutput:
         self._metrics.output(event.request_id)
         num_cached = None
-        if not live.is_first_output_sent:
-            live.is_first_output_sent = True
-            num_cached = max(event.num_cached_tokens or 0, live.admission.num_source_cached_tokens)
+        if not choice.is_first_output_sent:
+            choice.is_first_output_sent = True
+            num_cached = max(event.num_cached_tokens or 0, choice.prompt.admission.num_source_cached_tokens)
+        choice.next_index = event.index + 1
         if event.finish_reason is not None:
-            self._end(live, abort=False)
+            self._end(choice, abort=False)
         return m.RequestOutput(
-            request_id=live.request_id,
-            leg=live.leg,
+            request_id=choice.leg.request_id,
+            leg=choice.leg.number,
             index=event.index,
+            choice=choice.choice,
             token_ids=[event.token_id],
             logprobs=None if event.logprobs is None else [event.logprobs],
             finish_reason=None if event.finish_reason is None else event.finish_reason.value,
@@ -325,18 +321,75 @@ class DecodeNode:
             num_cached_tokens=num_cached,
         )
 
-    def _emit_error(self, live: _Live, text: str) -> None:
+    def _emit_beams(self, prompt: LivePrompt, request: Request) -> None:
+        """The best beams, best first: all there is of them, at once."""
+        search, choices = request.beam_search, list(prompt.choices)
+        assert isinstance(search, BeamSearch)
+        found = search.results(max(choice.choice for choice in choices) + 1)
+        num_cached = max(request.num_cached_tokens or 0, prompt.admission.num_source_cached_tokens)
+        outputs = []
+        for choice in choices:
+            if choice.choice >= len(found):
+                self._fail(choice, f"beam search found {len(found)} answers only")
+                continue
+            self._end(choice, abort=False)
+            outputs.append(_beam_output(choice, found[choice.choice], num_cached))
+        if outputs:
+            self._emit(choices[0].leg.proxy_id, outputs)
+
+    def _fail(self, choice: LiveChoice, error: str) -> None:
+        self._end(choice, abort=False)
+        self._emit_error(choice, error)
+
+    def _emit_error(self, choice: LiveChoice, text: str) -> None:
         output = m.RequestOutput(
-            request_id=live.request_id,
-            leg=live.leg,
-            index=len(live.admission.request.output_token_ids),
+            request_id=choice.leg.request_id,
+            leg=choice.leg.number,
+            index=choice.next_index,
+            choice=choice.choice,
             finish_reason=FinishReason.ERROR.value,
             error=text[:4096],
         )
-        self._emit(live.proxy_id, [output])
+        self._emit(choice.leg.proxy_id, [output])
 
     def _emit(self, proxy_id: str, outputs: list[m.RequestOutput]) -> None:
         sequence = self._send(proxy_id, m.Outputs(outputs=outputs))
         now = self._clock.now()
         for output in outputs:
             self._log.record(output, sequence, now)
+
+
+def _rejected(message: m.Decode, error: TandemError) -> m.Rejected:
+    return m.Rejected(
+        request_id=message.request_id,
+        leg=message.leg,
+        code=error.code,
+        message=error.message,
+        is_retryable=isinstance(error, OverloadedError | UnavailableError),
+        param=error.param or "",
+    )
+
+
+def _scored_output(choice: LiveChoice, event: ScoredEvent) -> m.RequestOutput:
+    return m.RequestOutput(
+        request_id=choice.leg.request_id,
+        leg=choice.leg.number,
+        index=0,
+        choice=choice.choice,
+        prompt_logprobs=event.logprobs,
+        prompt_start=event.start,
+    )
+
+
+def _beam_output(choice: LiveChoice, beam: Hypothesis, num_cached_tokens: int) -> m.RequestOutput:
+    return m.RequestOutput(
+        request_id=choice.leg.request_id,
+        leg=choice.leg.number,
+        index=0,
+        choice=choice.choice,
+        token_ids=beam.token_ids,
+        logprobs=beam.logprobs,
+        finish_reason=beam.finish_reason.value,
+        stop_reason=beam.stop_reason,
+        num_cached_tokens=num_cached_tokens,
+    )

@@ -1,10 +1,11 @@
-"""Outputs that a proxy may ask for again: kept until it has acknowledged a finished request's last message.
+"""Outputs that a proxy may ask for again: kept until it has acknowledged the last message of a request.
 
 ZMQ drops queued messages silently when a peer reconnects; `Resend` is answered from here. Pure bookkeeping.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.messages import LiveRequest, RequestOutput
@@ -14,10 +15,13 @@ from common.messages import LiveRequest, RequestOutput
 class _Entry:
     proxy_id: str
     leg: int
-    next_index: int
+    unfinished: set[int]  # choices
     outputs: list[RequestOutput] = field(default_factory=list)
-    last_sequence: int | None = None  # of the message with the finish reason, once it was sent
+    last_sequence: int | None = None  # of the last message with a finish reason, once it was sent
     forget_at: float = float("inf")
+
+    def is_acknowledged(self, proxy_id: str, sequence: int) -> bool:
+        return self.proxy_id == proxy_id and self.last_sequence is not None and self.last_sequence <= sequence
 
 
 class OutputLog:
@@ -25,26 +29,38 @@ class OutputLog:
         self._keep_seconds = keep_seconds
         self._entries: dict[str, _Entry] = {}
 
-    def open(self, proxy_id: str, request_id: str, leg: int, next_index: int) -> None:
-        self._entries[request_id] = _Entry(proxy_id, leg, next_index)
+    def open(self, proxy_id: str, request_id: str, leg: int, choices: Iterable[int]) -> None:
+        self._entries[request_id] = _Entry(proxy_id, leg, set(choices))
 
     def record(self, output: RequestOutput, sequence: int | None, now: float) -> None:
         """`sequence`: of the message that carried it, None when it could not be sent."""
         entry = self._entries.get(output.request_id)
-        if entry is None or entry.leg != output.leg:
+        if entry is None or entry.leg != output.leg or output.choice not in entry.unfinished:
             return
         entry.outputs.append(output)
-        entry.next_index = output.index + len(output.token_ids)
-        if output.finish_reason is not None:
-            entry.last_sequence = sequence
-            entry.forget_at = now + self._keep_seconds
+        if output.finish_reason is None:
+            return
+        entry.unfinished.remove(output.choice)
+        entry.last_sequence = sequence
+        entry.forget_at = now + self._keep_seconds
 
-    def outputs_from(self, request_id: str, leg: int, index: int) -> list[RequestOutput]:
-        """Every kept output from that index on; the finish reason, if any, included."""
+    def close_choice(self, request_id: str, choice: int) -> None:
+        """Nobody wants this choice any more; the others are kept."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        entry.unfinished.discard(choice)
+        entry.outputs = [output for output in entry.outputs if output.choice != choice]
+        if not entry.unfinished and not entry.outputs:
+            del self._entries[request_id]
+
+    def outputs_from(self, request_id: str, leg: int, choice: int, index: int) -> list[RequestOutput]:
+        """Every kept output of a choice from that index on; the finish reason, if any, included."""
         entry = self._entries.get(request_id)
         if entry is None or entry.leg != leg:
             return []
-        return [o for o in entry.outputs if o.index >= index or o.finish_reason is not None]
+        outputs = (output for output in entry.outputs if output.choice == choice)
+        return [output for output in outputs if output.index >= index or output.finish_reason is not None]
 
     def forget(self, request_id: str) -> None:
         self._entries.pop(request_id, None)
@@ -60,15 +76,14 @@ class OutputLog:
         done = [
             request_id
             for request_id, entry in self._entries.items()
-            if (entry.proxy_id == proxy_id and entry.last_sequence is not None and entry.last_sequence <= sequence)
-            or entry.forget_at < now
+            if not entry.unfinished and (entry.is_acknowledged(proxy_id, sequence) or entry.forget_at < now)
         ]
         for request_id in done:
             del self._entries[request_id]
 
     def live(self, proxy_id: str) -> list[LiveRequest]:
         return [
-            LiveRequest(request_id, entry.leg, entry.next_index)
+            LiveRequest(request_id, entry.leg)
             for request_id, entry in self._entries.items()
             if entry.proxy_id == proxy_id
         ]

@@ -1,6 +1,6 @@
 """Lets requests onto nodes: at once when there is room, otherwise after a wait that has bounds.
 
-    place -> a route, and a place on its decode node that `release` gives back
+    place -> a route, and seats for its sequences on its decode node, which `release` gives back
           -> no room: queue (by priority, then arrival) -> room in time: a route
                                                         -> too late, or the queue is full: 429
           -> no decode node at all, and none comes in time: 503
@@ -73,22 +73,24 @@ class Admission:
         self.pump()
         return await self._wait(waiter)
 
-    def release(self, route: Route) -> None:
-        """The placement is over."""
-        route.decode_node.num_own_requests -= 1
+    def release(self, route: Route, num_sequences: int = 1) -> None:
+        """So many seats of a placement are free again."""
+        route.decode_node.num_own_sequences -= num_sequences
         self.pump()
 
     def pump(self) -> None:
-        """Places those who wait, in order, while there is room."""
+        """Places those who wait, in order, while there is room. Nobody waits behind one that fits no node there is."""
         self._set_deadlines()
+        limit = self._pool.max_num_seqs
         for waiter in list(self._waiters):
+            if waiter.route.done():  # given up in this very moment
+                continue
             if (route := self._try(waiter.need)) is None:
+                if limit is not None and waiter.need.num_sequences > limit:
+                    continue
                 return
             self._waiters.remove(waiter)
-            if waiter.route.done():  # given up in this very moment
-                self.release(route)
-            else:
-                waiter.route.set_result(route)
+            waiter.route.set_result(route)
 
     async def _wait(self, waiter: _Waiter) -> Route:
         try:
@@ -100,7 +102,7 @@ class Admission:
             raise self._too_late() from None
         except asyncio.CancelledError:
             if waiter.route.done() and not waiter.route.cancelled():
-                self.release(waiter.route.result())
+                self.release(waiter.route.result(), waiter.need.num_sequences)
             raise
         finally:
             if waiter in self._waiters:
@@ -113,7 +115,7 @@ class Admission:
         return route
 
     def _take(self, route: Route, need: Need) -> None:
-        route.decode_node.num_own_requests += 1
+        route.decode_node.num_own_sequences += need.num_sequences
         route.decode_node.dispatched_tokens += need.num_tokens
         if route.sources and (source := self._pool.get(route.sources[0].instance_id)) is not None:
             source.dispatched_tokens += need.num_tokens

@@ -44,8 +44,8 @@ class PlacedRequest(Protocol):
         ...
 
     @property
-    def next_index(self) -> int:
-        """Index of the first output that has not come."""
+    def missing(self) -> dict[int, int]:
+        """Of each choice that goes on the index of the first output that has not come."""
         ...
 
     @property
@@ -55,7 +55,10 @@ class PlacedRequest(Protocol):
 
     def accepted(self) -> None: ...
     def rejected(self, message: m.Rejected) -> None: ...
-    def output(self, output: m.RequestOutput) -> None: ...
+    def output(self, output: m.RequestOutput) -> bool:
+        """An output of the current leg. False when what comes before it is missing; it is not taken then."""
+        ...
+
     def node_lost(self, reason: str) -> None: ...
     def fail(self, error: TandemError) -> None: ...
 
@@ -253,16 +256,17 @@ class Cluster:
             if request is None:
                 self._abort_stranger(node_id, item.request_id, item.leg)
             else:
-                self._ask_again(node_id, request)
+                self._ask_again(node_id, request, request.missing)
         for request in self._placed_on(node_id):
             found = listed.get(request.request_id)
             if (found is None or found.leg != request.leg) and request.decode_sequence <= seen_sequence:
                 request.node_lost("the node does not have it any more")
 
-    def _ask_again(self, node_id: str, request: PlacedRequest) -> None:
+    def _ask_again(self, node_id: str, request: PlacedRequest, missing: dict[int, int]) -> None:
         """Also when nothing seems to miss: an end without a token leaves no other trace."""
-        message = m.Resend(request_id=request.request_id, leg=request.leg, choice=0, from_index=request.next_index)
-        self.send(node_id, message)
+        for choice, index in missing.items():
+            message = m.Resend(request_id=request.request_id, leg=request.leg, choice=choice, from_index=index)
+            self.send(node_id, message)
 
     def _output(self, node_id: str, output: m.RequestOutput) -> None:
         request = self._current(node_id, output.request_id, output.leg)
@@ -270,10 +274,8 @@ class Cluster:
             if output.finish_reason is None:
                 self._abort_stranger(node_id, output.request_id, output.leg)
             return
-        if output.index > request.next_index:
-            self._ask_again(node_id, request)
-            return
-        request.output(output)
+        if not request.output(output):
+            self._ask_again(node_id, request, {output.choice: request.missing[output.choice]})
 
     def _status(self, node_id: str, status: m.Status) -> None:
         node = self.pool.get(node_id)

@@ -1,11 +1,12 @@
-"""The life of one request at the proxy: where it runs, what came of it so far, and what happens when a node fails.
+"""One prompt and its choices at the proxy: where they run, what came of them so far, what happens when a node fails.
 
-    wait for a place -> leg 1: Decode ----> Accepted -> Outputs ... -> finished
+    wait for a place -> leg 1: Decode ----> Accepted -> Outputs ... -> all choices finished
          ^                      | Rejected, no answer, node lost
-         '-- next leg, with all outputs so far: the same stream goes on at the next index
+         '-- next leg, with the outputs so far of each unfinished choice: it goes on at its next index
 
-An output is accepted once, at the next index, from the current leg; the consumer takes what was accepted when it likes.
-What a slow consumer leaves is bounded by the request's max_tokens. Knows token ids, no text.
+All choices are on one node, which computes the prompt once. An output of the current leg is accepted once, at its
+choice's next index; the consumer takes what was accepted when it likes. What a slow consumer leaves is bounded by the
+request's max_tokens. Knows token ids, no text.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
+
+import msgspec
 
 from common import messages as m
 from common.clock import Clock, SystemClock
 from common.errors import ContextLengthError, InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from common.logging import log_event
 from common.sampling_params import SamplingParams
+from common.text.answer import FinishReason, OutputBatch
 from proxy.admission import Admission
+from proxy.choice_outputs import ChoiceOutputs
+from proxy.prompt_logprobs import PromptLogprobs
 from proxy.request_metrics import RequestTrace
 from proxy.routing import Need, Route
 
 log = logging.getLogger(__name__)
-
-FinishReason = Literal["stop", "length"]
 
 
 class RequestTimeoutError(TandemError):
@@ -46,11 +50,12 @@ class NodeFailedError(TandemError):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be generated. params.max_tokens and params.seed are set."""
+    """What is to be generated: so many choices of one prompt. params.max_tokens and params.seed are set."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    num_choices: int = 1
     cache_salt: str = ""
     priority: int = 0
 
@@ -67,15 +72,6 @@ class DispatchLimits:
     request_seconds: float = 3600.0
 
 
-@dataclass(frozen=True)
-class OutputBatch:
-    """Outputs taken together, in order; finish_reason is that of the last one when the request is finished."""
-
-    token_ids: list[int]
-    logprobs: list[m.TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-
-
 class ControlPlane(Protocol):
     """What a dispatcher needs of the cluster."""
 
@@ -89,7 +85,10 @@ class ControlPlane(Protocol):
 
 @dataclass(eq=False)
 class _Leg:
+    """num_seats: those it still takes on its node."""
+
     route: Route
+    num_seats: int
     sequence: int = 0
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -106,7 +105,7 @@ class _Leg:
 
 
 class Dispatcher:
-    """One request. `start` it, `take` its outputs whenever `wakeup` is set, `close` it in any case.
+    """One prompt. `start` it, `take` its choices' outputs whenever `wakeup` is set, `close` it in any case.
 
     wakeup: set when there is something to take; may be shared by several dispatchers.
     """
@@ -133,10 +132,11 @@ class Dispatcher:
         self._avoid: frozenset[str] = frozenset()
         self._num_lost_legs = 0
         self._num_rejected_legs = 0
-        self._outputs: list[int] = []
-        self._num_taken = 0
-        self._logprobs: list[m.TokenLogprobs] = []  # of the outputs that were not taken yet
-        self._finish_reason: FinishReason | None = None
+        has_logprobs = job.params.logprobs is not None
+        self._choices = [ChoiceOutputs(has_logprobs=has_logprobs) for _ in range(job.num_choices)]
+        self._unfinished = dict(enumerate(self._choices))
+        is_asked = job.params.prompt_logprobs is not None
+        self._prompt_logprobs = PromptLogprobs(len(job.prompt_token_ids) - 1 if is_asked else 0)
         self._error: TandemError | None = None
         self.num_cached_tokens: int | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -147,18 +147,23 @@ class Dispatcher:
         self._cluster.add(self)
         self._driver = asyncio.create_task(self._drive(), name=f"dispatcher {self.request_id}")
 
-    def take(self) -> OutputBatch | None:
+    def take(self, choice: int) -> OutputBatch | None:
         """What came since the last time, or None; raises the error that ended the request, after its last outputs."""
-        token_ids = self._outputs[self._num_taken :]
-        if not token_ids and self._error is not None:
-            raise self._error
-        if not token_ids and self._finish_reason is None:
-            return None
-        logprobs, self._logprobs = self._logprobs, []
-        self._num_taken = len(self._outputs)
+        batch = self._choices[choice].take()
         if self._error is not None:
+            if batch is None:
+                raise self._error
             self._wakeup.set()  # it is raised the next time
-        return OutputBatch(token_ids, logprobs or None, self._finish_reason)
+        return batch
+
+    def close_choice(self, choice: int, reason: str) -> None:
+        """Nobody wants more of this choice; a node that still works on it is told so at once."""
+        if choice in self._unfinished:
+            self._end_choice(choice, "stop")
+            if not self.is_over:
+                self._abort_choice(choice, reason)
+        if self.is_over:
+            self.close(reason)
 
     def close(self, reason: str) -> None:
         """Ends it for good: a node that still works on it is told so at once."""
@@ -169,7 +174,12 @@ class Dispatcher:
 
     @property
     def is_over(self) -> bool:
-        return self._finish_reason is not None or self._error is not None
+        return self._error is not None or not self._unfinished
+
+    @property
+    def prompt_logprobs(self) -> Sequence[m.TokenLogprobs]:
+        """Of the prompt's tokens but the first; complete when the first choice has outputs."""
+        return self._prompt_logprobs.entries
 
     # --- the control plane's side (PlacedRequest) -------------------------------------------------------------------
 
@@ -182,8 +192,8 @@ class Dispatcher:
         return self._current.node_id if self._current is not None else None
 
     @property
-    def next_index(self) -> int:
-        return len(self._outputs)
+    def missing(self) -> dict[int, int]:
+        return {number: outputs.next_index for number, outputs in self._unfinished.items()}
 
     @property
     def decode_sequence(self) -> int:
@@ -210,37 +220,55 @@ class Dispatcher:
             self._driver.cancel()
         self._abort_leg(error.message)
 
-    def output(self, output: m.RequestOutput) -> None:
-        """Outputs of the current leg from an index that is not beyond the next one."""
+    def output(self, output: m.RequestOutput) -> bool:
         leg = self._current
-        if leg is None or self.is_over or output.choice != 0:
-            return
+        if leg is None or self.is_over:
+            return True
         leg.answered.set()
-        self._append(output)
-        if output.finish_reason in ("stop", "length"):
-            self._finish_reason = output.finish_reason
-            leg.end()
-        elif output.finish_reason == "error":
-            self._error = NodeFailedError(f"the node failed: {output.error or 'no reason given'}")
-            leg.end()
-        elif output.finish_reason == "abort":
-            self.node_lost("it gave the request up")
+        choice = self._unfinished.get(output.choice)
+        if choice is None:
+            if output.finish_reason is None:
+                self._abort_choice(output.choice, "not a choice of this request that goes on")
+            return True
+        if output.prompt_logprobs is not None:
+            return self._prompt_logprobs.add(output.prompt_start, output.prompt_logprobs)
+        if output.index > choice.next_index or self._is_too_early(output):
+            return False
+        self._accept(leg, choice, output)
         self._wakeup.set()
+        return True
 
-    def _append(self, output: m.RequestOutput) -> None:
-        num_known = self.next_index - output.index
-        new_ids = output.token_ids[num_known:]
-        if new_ids and self._job.params.logprobs is not None:
-            self._append_logprobs((output.logprobs or [])[num_known:], len(new_ids))
-        self._outputs += new_ids
-        self._trace.outputs(len(new_ids))
+    def _is_too_early(self, output: m.RequestOutput) -> bool:
+        """The prompt's log-probabilities come before the first choice's outputs; these are sent again with them.
+
+        That choice is always the first that a Decode names as long as they are missing: it cannot have ended.
+        """
+        is_failure = output.finish_reason in ("error", "abort")
+        return output.choice == 0 and not self._prompt_logprobs.is_complete and not is_failure
+
+    def _accept(self, leg: _Leg, choice: ChoiceOutputs, output: m.RequestOutput) -> None:
+        self._trace.outputs(choice.append(output), output.choice)
         if output.num_cached_tokens is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = min(output.num_cached_tokens, len(self._job.prompt_token_ids))
+        if output.finish_reason in ("stop", "length"):
+            self._end_choice(output.choice, output.finish_reason)
+            if self.is_over:
+                leg.end()
+        elif output.finish_reason == "error":
+            self._fail(NodeFailedError(f"the node failed: {output.error or 'no reason given'}"))
+            if len(self._unfinished) == 1:
+                leg.end()
+            self._abort_leg("another choice failed")
+        elif output.finish_reason == "abort":
+            self.node_lost("it gave the request up")
 
-    def _append_logprobs(self, logprobs: list[m.TokenLogprobs], count: int) -> None:
-        """Exactly one for each output, whatever the node sent: later code counts on it."""
-        missing = [m.TokenLogprobs(float("nan"))] * (count - len(logprobs))
-        self._logprobs += [*logprobs[:count], *missing]
+    def _end_choice(self, number: int, reason: FinishReason) -> None:
+        """Its seat on the node is free: the last one's at the end of the leg, as those of beams are."""
+        self._unfinished.pop(number).finish_reason = reason
+        leg = self._current
+        if leg is not None and leg.num_seats > 1 and self._job.params.beam_search is None:
+            leg.num_seats -= 1
+            self._cluster.admission.release(leg.route)
 
     # --- the driver: legs, one after the other ----------------------------------------------------------------------
 
@@ -262,9 +290,9 @@ class Dispatcher:
 
     async def _run_leg(self, cause: str) -> str:
         """One placement, from the wait for a place to its end; returns why there must be another one."""
-        need = Need(len(self._job.prompt_token_ids) + len(self._outputs), self._avoid)
+        need = self._need()
         route = await self._cluster.admission.place(need, priority=self._job.priority)
-        leg = _Leg(route)
+        leg = _Leg(route, need.num_sequences)
         try:
             self._trace.placed(cause)
             self._send_decode(leg)
@@ -272,18 +300,27 @@ class Dispatcher:
         finally:
             if self.is_over or leg.over.is_set():
                 self._current = None
-            self._cluster.admission.release(route)
+            self._cluster.admission.release(route, leg.num_seats)
         return self._judge(leg)
+
+    def _need(self) -> Need:
+        job, unfinished = self._job, self._unfinished.values()
+        num_tokens = len(job.prompt_token_ids) + max(outputs.next_index for outputs in unfinished)
+        width = job.params.beam_search.width if job.params.beam_search is not None else 0
+        return Need(num_tokens, max(width, len(unfinished)), self._avoid)
 
     def _send_decode(self, leg: _Leg) -> None:
         self.leg += 1
-        job = self._job
+        job, params = self._job, self._job.params
+        self._prompt_logprobs.restart()
+        if self._prompt_logprobs.is_complete:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
         message = m.Decode(
             request_id=job.request_id,
             leg=self.leg,
             prompt_token_ids=list(job.prompt_token_ids),
-            params=job.params,
-            outputs=list(self._outputs),
+            params=params,
+            choices=[m.ChoiceSoFar(number, list(outputs.token_ids)) for number, outputs in self._unfinished.items()],
             sources=list(leg.route.sources),
             cache_salt=job.cache_salt,
             priority=job.priority,
@@ -333,6 +370,11 @@ class Dispatcher:
         if not self.is_over:
             self._error = error
         self._wakeup.set()
+
+    def _abort_choice(self, choice: int, reason: str) -> None:
+        if self._current is not None:
+            message = m.Abort(request_id=self.request_id, leg=self.leg, choice=choice, reason=reason)
+            self._cluster.send(self._current.node_id, message)
 
     def _abort_leg(self, reason: str) -> None:
         leg, self._current = self._current, None

@@ -1,6 +1,6 @@
-"""One request of a client while it is answered: its choices, each with a dispatcher and a text that grows.
+"""One request of a client while it is answered: its prompts, each with a dispatcher, and the texts of their choices.
 
-Every prompt of a request is a choice of its own. Knows no HTTP and no OpenAI shapes.
+Knows no HTTP and no OpenAI shapes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock, SystemClock
-from common.errors import ContextLengthError, TandemError, UnavailableError
+from common.errors import ContextLengthError, InvalidRequestError, TandemError, UnavailableError
 from common.logging import log_event
+from common.messages import TokenLogprobs
 from common.sampling_params import SamplingParams
+from common.text.answer import Answer, AnswerDelta
 from common.text.detokenizer import Detokenizer
-from proxy.answer import Answer, AnswerDelta
 from proxy.bad_words import encode_bad_words
 from proxy.cluster import Cluster
 from proxy.dispatcher import Dispatcher, DispatchLimits, Job
@@ -31,41 +32,68 @@ log = logging.getLogger(__name__)
 SHUTTING_DOWN = "the server is shutting down"
 
 
-@dataclass(eq=False)
-class _Choice:
-    index: int
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt of a request; its choices share the dispatcher."""
+
+    token_ids: Sequence[int]
     dispatcher: Dispatcher
-    answer: Answer
     trace: RequestTrace
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of its tokens but the first; complete when an answer is finished, if they were asked for."""
+        return self.dispatcher.prompt_logprobs
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """index: among the choices of all prompts. number: among those of its own."""
+
+    index: int
+    number: int
+    prompt: Prompt
+    answer: Answer
 
     def advance(self) -> AnswerDelta | None:
         """What can be said now; None when nothing new is there."""
-        batch = self.dispatcher.take()
+        batch = self.prompt.dispatcher.take(self.number)
         return self.answer.push(batch) if batch is not None else None
+
+    def end(self, finish_reason: str) -> None:
+        """Its answer is finished. A node that has finished by itself is not told."""
+        self.prompt.dispatcher.close_choice(self.number, "stop string")
+        self.count(finish_reason)
+
+    def count(self, outcome: str) -> None:
+        """What was counted before is not counted again."""
+        self.prompt.trace.ended(outcome, self.answer.num_tokens, self.number)
 
 
 class Generation:
     """Iterate `deltas` to its end or leave it; `close` in any case."""
 
-    def __init__(self, name: str, choices: Sequence[_Choice], num_prompt_tokens: int, wakeup: asyncio.Event) -> None:
+    def __init__(self, name: str, prompts: Sequence[Prompt], choices: Sequence[_Choice], wakeup: asyncio.Event) -> None:
         self._name = name
+        self.prompts = prompts
         self._choices = choices
-        self._num_prompt_tokens = num_prompt_tokens
         self._wakeup = wakeup
         self._failure: TandemError | None = None
-        for choice in choices:
-            choice.dispatcher.start()
+        for prompt in prompts:
+            prompt.dispatcher.start()
 
     @property
     def num_choices(self) -> int:
+        """Of all prompts together, those of the first prompt first."""
         return len(self._choices)
 
     @property
     def usage(self) -> Usage:
+        """A prompt counts once, every generated choice counts."""
         return Usage(
-            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             num_output_tokens=sum(choice.answer.num_tokens for choice in self._choices),
-            num_cached_tokens=sum(choice.dispatcher.num_cached_tokens or 0 for choice in self._choices),
+            num_cached_tokens=sum(prompt.dispatcher.num_cached_tokens or 0 for prompt in self.prompts),
         )
 
     async def deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
@@ -91,8 +119,7 @@ class Generation:
             self._failure = error
             raise
         if delta is not None and delta.finish_reason is not None:
-            choice.dispatcher.close("stop string")  # a node that has finished by itself is not told
-            choice.trace.ended(delta.finish_reason, choice.answer.num_tokens)
+            choice.end(delta.finish_reason)
         return delta
 
     def close(self) -> None:
@@ -100,9 +127,10 @@ class Generation:
         outcome = "finished" if all(choice.answer.is_finished for choice in self._choices) else "abort"
         if self._failure is not None:
             outcome = "error"
+        for prompt in self.prompts:
+            prompt.dispatcher.close("client left")
         for choice in self._choices:
-            choice.dispatcher.close("client left")
-            choice.trace.ended(outcome, choice.answer.num_tokens)
+            choice.count(outcome)
         usage = self.usage
         log_event(
             log,
@@ -110,10 +138,11 @@ class Generation:
             request_id=self._name,
             outcome=outcome,
             error=self._failure.code if self._failure else None,
+            choices=self.num_choices,
             prompt_tokens=usage.num_prompt_tokens,
             output_tokens=usage.num_output_tokens,
-            seconds=self._choices[0].trace.age_seconds,
-            legs=max(choice.dispatcher.leg for choice in self._choices),
+            seconds=self.prompts[0].trace.age_seconds,
+            legs=max(prompt.dispatcher.leg for prompt in self.prompts),
         )
 
 
@@ -156,17 +185,33 @@ class Generator:
         """
         if self._cluster.is_closing:
             raise UnavailableError(SHUTTING_DOWN)
+        self._check_sequences(body)
         defaults = self._model.sampling_defaults
         body = body.with_defaults(defaults.values)
         default_max_tokens = default_max_tokens or defaults.max_tokens
         max_tokens = [self._max_tokens(body, len(prompt), default_max_tokens) for prompt in prompts]
         all_params = self._all_params(body, max_tokens)
         wakeup = asyncio.Event()
-        choices = [
-            self._choice(index, body, prompt, params, wakeup, arrived, continues_prompt=continues_prompt)
-            for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
+        started = [
+            self._prompt(body, prompt, params, wakeup, arrived)
+            for prompt, params in zip(prompts, all_params, strict=True)
         ]
-        return Generation(name, choices, sum(map(len, prompts)), wakeup)
+        places = itertools.product(started, range(body.num_generated))
+        choices = [
+            _Choice(index, number, prompt, self._answer(body, prompt.token_ids if continues_prompt else ()))
+            for index, (prompt, number) in enumerate(places)
+        ]
+        return Generation(name, started, choices, wakeup)
+
+    def _check_sequences(self, body: GenerationBody) -> None:
+        """More than any node runs at once will never start. Who comes before the first node waits for it."""
+        limit = self._cluster.pool.max_num_seqs
+        if limit is not None and body.num_sequences > limit:
+            field = body.sequences_field
+            raise InvalidRequestError(
+                f"{field} is {body.num_sequences}, must be at most {limit}: no decode node here runs more at once",
+                param=field,
+            )
 
     def _all_params(self, body: GenerationBody, max_tokens: Sequence[int]) -> list[SamplingParams]:
         """Of each prompt; token ids are checked here, where the vocabulary is known."""
@@ -178,34 +223,33 @@ class Generator:
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         return [body.sampling_params(max_tokens=n, seed=seed, bad_words_token_ids=bad_words) for n in max_tokens]
 
-    def _choice(
-        self,
-        index: int,
-        body: GenerationBody,
-        prompt: list[int],
-        params: SamplingParams,
-        wakeup: asyncio.Event,
-        arrived: float,
-        *,
-        continues_prompt: bool,
-    ) -> _Choice:
-        request_id = f"{self._cluster.instance_id}/{next(self._numbers)}"
-        job = Job(request_id, prompt, params, cache_salt=body.cache_salt, priority=body.priority)
-        trace = self._metrics.arrived(len(prompt), arrived)
-        dispatcher = Dispatcher(job, self._cluster, trace=trace, wakeup=wakeup, limits=self._limits, clock=self._clock)
-        detokenizer = Detokenizer(
-            self._model.tokenizer,
-            skip_special_tokens=body.skip_special_tokens,
-            prompt_token_ids=prompt if continues_prompt else (),
+    def _prompt(
+        self, body: GenerationBody, token_ids: list[int], params: SamplingParams, wakeup: asyncio.Event, arrived: float
+    ) -> Prompt:
+        job = Job(
+            f"{self._cluster.instance_id}/{next(self._numbers)}",
+            token_ids,
+            params,
+            num_choices=body.num_generated,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
         )
-        answer = Answer(
+        trace = self._metrics.arrived(len(token_ids), arrived)
+        dispatcher = Dispatcher(job, self._cluster, trace=trace, wakeup=wakeup, limits=self._limits, clock=self._clock)
+        return Prompt(token_ids, dispatcher, trace)
+
+    def _answer(self, body: GenerationBody, text_before: Sequence[int]) -> Answer:
+        """text_before: token ids whose text the answer goes on after."""
+        detokenizer = Detokenizer(
+            self._model.tokenizer, skip_special_tokens=body.skip_special_tokens, prompt_token_ids=text_before
+        )
+        return Answer(
             detokenizer,
             body.stops,
             end_token_ids=frozenset() if body.ignore_eos else self._model.limits.eos_token_ids,
             stop_token_ids=frozenset(body.stop_token_ids),
             includes_stop=body.include_stop_str_in_output,
         )
-        return _Choice(index, dispatcher, answer, trace)
 
     def _max_tokens(self, body: GenerationBody, num_prompt_tokens: int, default: int | None) -> int:
         """Explicit limits are taken at their word; without one the answer ends where the context does."""

@@ -18,7 +18,7 @@ from common.errors import PeerError
 class Node:
     """One joined node.
 
-    num_own_requests: requests of this proxy that are placed on it now.
+    num_own_sequences: what this proxy has placed on it now: a request counts as many as it may run at once.
     dispatched_tokens: tokens of placements that its last Status cannot know of yet.
     is_paused: gets no new work before its next Status (it refused some, or could not be reached).
     """
@@ -29,7 +29,7 @@ class Node:
     last_heard: float
     is_draining: bool = False
     is_paused: bool = False
-    num_own_requests: int = 0
+    num_own_sequences: int = 0
     dispatched_tokens: int = 0
     _num_own_at_status: int = field(default=0, repr=False)
 
@@ -49,17 +49,20 @@ class Node:
         return self.stats.num_queued_tokens + held_tokens + self.dispatched_tokens
 
     @property
-    def num_requests(self) -> int:
-        """Requests on the node: our own are known exactly, those of other proxies as of its last Status."""
+    def num_sequences(self) -> int:
+        """Sequences on the node: our own are known exactly, those of other proxies as of its last Status."""
         stats = self.stats
         num_reported = stats.num_running + stats.num_waiting + stats.num_waiting_for_kv + stats.num_swapped
-        return self.num_own_requests + max(0, num_reported - self._num_own_at_status)
+        return self.num_own_sequences + max(0, num_reported - self._num_own_at_status)
 
-    @property
-    def has_room(self) -> bool:
-        """A few more than can run are let in, so that a slot that falls free is taken up without a round trip."""
+    def has_room(self, num_sequences: int) -> bool:
+        """A few more than can run are let in, so that a slot that falls free is taken up without a round trip.
+
+        But never a request that could not run as a whole.
+        """
         limit = self.hello.max_num_seqs
-        return self.takes_work and self.num_requests < limit + max(1, limit // 8)
+        fits = self.num_sequences + num_sequences <= limit + max(1, limit // 8)
+        return self.takes_work and num_sequences <= limit and fits
 
     @property
     def source(self) -> m.Source:
@@ -70,7 +73,7 @@ class Node:
         self.is_draining = status.is_draining
         self.is_paused = False
         self.dispatched_tokens = 0
-        self._num_own_at_status = self.num_own_requests
+        self._num_own_at_status = self.num_own_sequences
 
 
 class NodePool:
@@ -104,6 +107,12 @@ class NodePool:
     @property
     def max_model_len(self) -> int | None:
         return next((node.hello.max_model_len for node in self._nodes.values()), None)
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Most sequences that one request can have: those that the largest decode node runs. None: no node is here."""
+        nodes = [node for node in self.with_role("decode") if not node.is_draining]
+        return max((node.hello.max_num_seqs for node in nodes), default=None)
 
     def register(self, instance_id: str, hello: m.Hello, now: float) -> Node:
         """A new node, or a known one that said Hello again; raises PeerError with both sides' values on a misfit."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from common.messages import TokenLogprobs
+from common.text.answer import AnswerDelta, AnswerToken, FinishReason
 from common.text.tokenizer import TextTokenizer
-from proxy.answer import AnswerDelta, AnswerToken, FinishReason
 
 _LOWEST_LOGPROB = -9999.0
 Json = dict[str, Any]
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens over all choices. num_cached_tokens: prompt tokens whose KV nobody computed for this request."""
+    """Tokens of all prompts and choices. num_cached_tokens: prompt tokens whose KV nobody computed for this request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -58,6 +58,14 @@ class ChoiceText:
 
 
 @dataclass(frozen=True)
+class PromptTokens:
+    """A prompt whose log-probabilities were asked for: of its tokens but the first."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+
+
+@dataclass(frozen=True)
 class ReplyHead:
     """What all chunks of one reply have in common. created: seconds since 1970."""
 
@@ -75,7 +83,9 @@ class ReplyFormat(Protocol):
 
     def chunk(self, index: int, delta: AnswerDelta) -> Json: ...
     def usage_chunk(self, usage: Usage) -> Json: ...
-    def reply(self, choices: Sequence[ChoiceText], usage: Usage) -> Json: ...
+    def reply(self, choices: Sequence[ChoiceText], usage: Usage, prompts: Sequence[PromptTokens] = ()) -> Json:
+        """prompts: if their log-probabilities were asked for. The first one's choices come first, all have as many."""
+        ...
 
 
 class _Format:
@@ -112,6 +122,24 @@ class _Format:
     def _stop_reason(delta: AnswerDelta) -> Json:
         return {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
 
+    def _prompt_logprobs(self, prompt: PromptTokens) -> Json:
+        """vLLM's field: nothing for the first token; for each other one itself and the most likely ones, by token id.
+
+        rank: among all tokens, 1 for the most likely one.
+        """
+        entries = zip(prompt.token_ids[1:], prompt.logprobs, strict=True)
+        return {"prompt_logprobs": [None, *(self._ranked(*entry) for entry in entries)]}
+
+    def _ranked(self, token_id: int, logprobs: TokenLogprobs) -> Json:
+        top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=False)
+        ranked = {token_id: (logprobs.logprob, logprobs.rank)}
+        for rank, (top_id, logprob) in enumerate(top, 1):
+            ranked.setdefault(top_id, (logprob, rank))
+        return {
+            str(i): {"logprob": finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(i)}
+            for i, (logprob, rank) in ranked.items()
+        }
+
     def _chunk(self, choice: Json) -> Json:
         return self._body(self.chunk_object, [choice], self._extra)
 
@@ -145,7 +173,7 @@ class ChatFormat(_Format):
         }
         return self._chunk(choice | self._stop_reason(delta) | self._token_ids(delta.token_ids))
 
-    def reply(self, choices: Sequence[ChoiceText], usage: Usage) -> Json:
+    def reply(self, choices: Sequence[ChoiceText], usage: Usage, prompts: Sequence[PromptTokens] = ()) -> Json:
         items = [
             {
                 "index": index,
@@ -157,7 +185,8 @@ class ChatFormat(_Format):
             }
             for index, choice in enumerate(choices)
         ]
-        return self._body(self.reply_object, items, {"usage": usage.to_json()})
+        prompt = self._prompt_logprobs(prompts[0]) if prompts else {}
+        return self._body(self.reply_object, items, {"usage": usage.to_json(), **prompt})
 
     def _logprobs(self, tokens: Sequence[AnswerToken], *, is_whole: bool = False) -> Json | None:
         if not self._wants_logprobs or not (tokens or is_whole):
@@ -190,7 +219,9 @@ class CompletionFormat(_Format):
         }
         return self._chunk(choice | self._stop_reason(delta) | self._token_ids(delta.token_ids))
 
-    def reply(self, choices: Sequence[ChoiceText], usage: Usage) -> Json:
+    def reply(self, choices: Sequence[ChoiceText], usage: Usage, prompts: Sequence[PromptTokens] = ()) -> Json:
+        shown = [self._prompt_logprobs(prompt) for prompt in prompts]
+        num_each = len(choices) // max(1, len(prompts))
         items = [
             {
                 "index": index,
@@ -199,6 +230,7 @@ class CompletionFormat(_Format):
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 **self._token_ids(choice.token_ids),
+                **(shown[index // num_each] if shown else {}),
             }
             for index, choice in enumerate(choices)
         ]

@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 
 from common.errors import InvalidRequestError
 from common.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from proxy.choice_schema import MAX_SEQUENCES, ChoiceFields
 from proxy.strict_model import StrictModel
-from proxy.structured_schema import StructuredFields
 
 MAX_STOP_STRINGS = 16  # OpenAI takes 4
 MAX_STOP_LENGTH = 512
@@ -33,13 +33,8 @@ _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_ke
 """Fields that say something about the caller and nothing about the answer."""
 
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "length_penalty": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -92,7 +87,7 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class GenerationBody(StructuredFields):
+class GenerationBody(ChoiceFields):
     """Fields that both endpoints have. Ranges are SamplingParams' own, so that there is one place for them."""
 
     model_config = ConfigDict(extra="allow")
@@ -117,7 +112,6 @@ class GenerationBody(StructuredFields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Field(max_length=256)] = ""
@@ -127,7 +121,17 @@ class GenerationBody(StructuredFields):
         _refuse_unknown(self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream true")
+        if self.use_beam_search:
+            self._check_beams_alone()
         return self
+
+    def _check_beams_alone(self) -> None:
+        """By the names that clients know; what else filters, SamplingParams refuses by a name that is the same."""
+        asked = [name for name, value in (("stop", self.stops), ("bad_words", self.bad_words)) if value]
+        if self.structured_output is not None:
+            asked.append(self.structured_output.field)
+        if asked:
+            raise ValueError(f"{asked[0]} cannot be had with use_beam_search true, leave one of them out")
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -190,6 +194,11 @@ class GenerationBody(StructuredFields):
         raise NotImplementedError
 
     @property
+    def _num_generated_logprobs(self) -> int | None:
+        """The best of several are found by their log-probabilities."""
+        return 0 if self.num_logprobs is None and self.num_generated > self.n else self.num_logprobs
+
+    @property
     def token_id_fields(self) -> dict[str, list[int]]:
         """What must be of the vocabulary, by field."""
         return {
@@ -199,7 +208,12 @@ class GenerationBody(StructuredFields):
         }
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
-        """The same request with these values for the fields that it leaves out (or has as null)."""
+        """The same request with these values for the fields that it leaves out (or has as null).
+
+        Beams are ranked by the model's own probabilities, which nothing changes.
+        """
+        if self.use_beam_search:
+            return self
         missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         return self.model_copy(update=missing) if missing else self
 
@@ -225,7 +239,9 @@ class GenerationBody(StructuredFields):
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words_token_ids=bad_words_token_ids,
                 structured_output=self.structured_output,
-                logprobs=self.num_logprobs,
+                logprobs=self._num_generated_logprobs,
+                prompt_logprobs=self.prompt_logprobs,
+                beam_search=self.beam_search,
             )
         except ValueError as error:
             raise InvalidRequestError(str(error), param=str(error).split(" ", 1)[0]) from None
@@ -246,7 +262,7 @@ class GenerationBody(StructuredFields):
 
 
 class CompletionBody(GenerationBody):
-    """prompts: every prompt is a choice of its own. logprobs: how many of the most likely tokens, 0 to 20."""
+    """prompts: every prompt has choices of its own. logprobs: how many of the most likely tokens, 0 to 20."""
 
     prompt: Any
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -255,6 +271,15 @@ class CompletionBody(GenerationBody):
     @classmethod
     def _check_prompt(cls, prompt: object) -> list[str] | list[list[int]]:
         return _as_prompts(prompt)
+
+    @model_validator(mode="after")
+    def _check_sequences(self) -> Self:
+        if (total := len(self.prompts) * self.num_sequences) > MAX_SEQUENCES:
+            raise ValueError(
+                f"{self.sequences_field} is {self.num_sequences}, which makes {total} sequences of "
+                f"{len(self.prompts)} prompts, at most {MAX_SEQUENCES} are allowed in one request"
+            )
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

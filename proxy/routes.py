@@ -21,10 +21,11 @@ from prometheus_client import CollectorRegistry
 
 from common.errors import ModelNotFoundError, TandemError
 from common.metrics import exposition
+from proxy.best_of import select_best
 from proxy.cluster import Cluster
 from proxy.generation import Generation, Generator
 from proxy.middleware import error_body, request_id_of
-from proxy.openai_response import ChatFormat, ChoiceText, CompletionFormat, ReplyFormat, ReplyHead
+from proxy.openai_response import ChatFormat, ChoiceText, CompletionFormat, PromptTokens, ReplyFormat, ReplyHead
 from proxy.openai_schema import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
@@ -144,16 +145,19 @@ class Routes:
         try:
             if body.stream:
                 return await self._stream(request, generation, shape, includes_usage=body.includes_usage)
-            return await self._reply(generation, shape)
+            return await self._reply(body, generation, shape)
         finally:
             generation.close()
 
-    async def _reply(self, generation: Generation, shape: ReplyFormat) -> web.Response:
+    async def _reply(self, body: GenerationBody, generation: Generation, shape: ReplyFormat) -> web.Response:
         choices = [ChoiceText() for _ in range(generation.num_choices)]
         async with aclosing(generation.deltas()) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
-        return json_response(shape.reply(choices, generation.usage))
+        best = select_best(choices, body.num_generated, body.n)
+        has_prompts = body.prompt_logprobs is not None
+        prompts = [PromptTokens(p.token_ids, p.logprobs) for p in generation.prompts] if has_prompts else []
+        return json_response(shape.reply(best, generation.usage, prompts))
 
     async def _stream(
         self, request: web.Request, generation: Generation, shape: ReplyFormat, *, includes_usage: bool

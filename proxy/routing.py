@@ -17,9 +17,13 @@ MAX_SOURCES = 16
 
 @dataclass(frozen=True)
 class Need:
-    """What is to be placed. num_tokens: prompt and outputs so far. avoid: nodes that failed this request before."""
+    """What is to be placed. num_tokens: prompt and the longest choice's outputs so far.
+
+    num_sequences: how many it may run at once. avoid: nodes that failed this request before.
+    """
 
     num_tokens: int
+    num_sequences: int = 1
     avoid: frozenset[str] = frozenset()
 
 
@@ -34,7 +38,7 @@ class Route:
 def choose_route(nodes: Iterable[Node], need: Need, *, min_split_tokens: int) -> Route | None:
     """The best route now, or None when no decode node has room."""
     nodes = list(nodes)
-    candidates = [node for node in nodes if node.role == "decode" and node.has_room]
+    candidates = [node for node in nodes if node.role == "decode" and node.has_room(need.num_sequences)]
     if not candidates:
         return None
     best = min(candidates, key=lambda node: (node.instance_id in need.avoid, *_load(node)))
@@ -49,4 +53,4 @@ def _choose_sources(nodes: list[Node], need: Need, min_split_tokens: int) -> tup
 
 
 def _load(node: Node) -> tuple[int, int, str]:
-    return (node.load_tokens, node.num_requests, node.instance_id)
+    return (node.load_tokens, node.num_sequences, node.instance_id)

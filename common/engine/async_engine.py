@@ -76,16 +76,16 @@ class AsyncEngine:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
+    def check_fits(self, request: Request) -> None:
         """See `common.scheduling.limits.check_fits`."""
-        self._engine.check_fits(num_tokens, is_compute_only=is_compute_only)
+        self._engine.check_fits(request)
 
     def add(self, request: Request) -> None:
         """Raises as `check_fits`, or UnavailableError when the engine ended; what only its queue can tell comes as a
         FailedEvent."""
         if self.failure is not None or self._is_stopping:
             raise UnavailableError("the engine has ended")
-        self._engine.check_fits(request.num_tokens, is_compute_only=request.is_compute_only)
+        self._engine.check_fits(request)
         self._submit(partial(self._add, request))
 
     def abort(self, request_id: str) -> None:
@@ -117,6 +117,10 @@ class AsyncEngine:
             self._wake()
         else:  # its `add` may still be in the queue
             self._submit(partial(self._engine.add_hidden, request_id, row, num_tokens))
+
+    def add_prompt_hidden(self, request_id: str, start: int, rows: np.ndarray) -> None:
+        """See `Engine.add_prompt_hidden`."""
+        self._submit(partial(self._engine.add_prompt_hidden, request_id, start, rows))
 
     def reset_prefix_cache(self) -> None:
         self._submit(self._engine.reset_prefix_cache)
@@ -180,7 +184,7 @@ class AsyncEngine:
     def _sample_arrived(self) -> None:
         """Hidden rows that are here give their outputs at once: a head alone is much shorter than a step. Looked at
         before every command, because an `adopt` that follows its row would have the last token computed again."""
-        if self._engine.inbox:
+        if self._engine.inbox.has_outputs:
             self._is_checked = False
             self._deliver(self._engine.execute(SchedulerOutput()))
 

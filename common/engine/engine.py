@@ -26,6 +26,8 @@ from common.engine.events import (
     OutputEvent,
     ReservedEvent,
     RevokedEvent,
+    ScoredEvent,
+    SearchEndedEvent,
 )
 from common.engine.inbox import HiddenInbox
 from common.engine.step_record import StepRecord
@@ -46,16 +48,17 @@ class Engine:
         self.scheduler = scheduler
         self._timer = StepTimer(clock or SystemClock())
         self._observers: list[Callable[[StepRecord], None]] = []
-        self.inbox = HiddenInbox(scheduler.accepts_hidden)
+        self.inbox = HiddenInbox(scheduler.accepts_hidden, scheduler.requests.get)
+        self._adopting: dict[str, int] = {}  # until all hidden states of their prompts are used
         self._runner = runner
         self._unwanted: set[str] = set()  # ended by a command that is not applied yet
         self._in_flight: tuple[str, ...] = ()
 
     # --- commands, between two steps --------------------------------------------------------------------------------
 
-    def check_fits(self, num_tokens: int, *, is_compute_only: bool = False) -> None:
+    def check_fits(self, request: Request) -> None:
         """See `common.scheduling.limits.check_fits`. From any thread."""
-        self.scheduler.check_fits(num_tokens, is_compute_only=is_compute_only)
+        self.scheduler.check_fits(request)
 
     def add(self, request: Request) -> None:
         """Raises InvalidRequestError or OverloadedError."""
@@ -72,8 +75,13 @@ class Engine:
         self.scheduler.release(request_id)
 
     def adopt(self, request_id: str, num_computed_tokens: int) -> None:
-        """KV of the first `num_computed_tokens` tokens is in the reserved blocks: the request runs."""
-        self.scheduler.adopt(request_id, num_computed_tokens)
+        """KV of the first `num_computed_tokens` tokens is in the reserved blocks: the request runs.
+
+        It waits while hidden states of its prompt do: the log-probabilities come before the first output."""
+        if self.inbox.has_prompt_rows(request_id):
+            self._adopting[request_id] = num_computed_tokens
+        else:
+            self.scheduler.adopt(request_id, num_computed_tokens)
 
     def release_reservation(self, request_id: str) -> None:
         """Nothing writes into its reserved blocks any more."""
@@ -94,6 +102,12 @@ class Engine:
             return False
         self.inbox.put(request_id, num_tokens or request.num_initial_tokens, row)
         return True
+
+    def add_prompt_hidden(self, request_id: str, start: int, rows: np.ndarray) -> None:
+        """Hidden states computed elsewhere of a prompt's tokens from position `start` on, float32 [num_rows,
+        hidden_size]: they give its log-probabilities, and the last one the next output."""
+        if request_id in self.scheduler.requests:
+            self.inbox.put_prompt_rows(request_id, start, rows)
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
@@ -119,6 +133,7 @@ class Engine:
 
     def schedule(self) -> tuple[SchedulerOutput, list[Event]]:
         """First beat. Its events need not wait for the computing: fetches and sends can go on meanwhile."""
+        self._adopt_scored()
         self._timer.start_schedule()
         batch = self.scheduler.schedule()
         events: list[Event] = []
@@ -128,6 +143,10 @@ class Engine:
         events += [RevokedEvent(request.request_id) for request in batch.revoked]
         self._timer.end_schedule(batch)
         return batch, events
+
+    def _adopt_scored(self) -> None:
+        for request_id in [key for key in self._adopting if not self.inbox.has_prompt_rows(key)]:
+            self.scheduler.adopt(request_id, self._adopting.pop(request_id))
 
     def execute(self, batch: SchedulerOutput) -> list[Event]:
         """Second and third beat. A runner that raises fails the requests of this step, and no other."""
@@ -155,7 +174,7 @@ class Engine:
         if not self._observers:
             return
         num_cached = self.scheduler.cache.pool.num_free_cached
-        record = self._timer.record(batch, result, len(self.inbox.taken()), num_cached, self.scheduler.stats())
+        record = self._timer.record(batch, result, self.inbox.num_outputs_taken, num_cached, self.scheduler.stats())
         for observer in self._observers:
             observer(record)
 
@@ -171,8 +190,10 @@ class Engine:
         if result.is_cancelled:
             self.inbox.give_back()
             return []
-        appended = self.scheduler.update(batch, result)
-        events: list[Event] = [_output(request, token) for request, token in appended]
+        booked = self.scheduler.update(batch, result)
+        events: list[Event] = [ScoredEvent(s.request.request_id, s.start, s.logprobs) for s in result.scored]
+        events += [_output(request, token) for request, token in booked.outputs]
+        events += [SearchEndedEvent(request.request_id, request) for request in booked.searches]
         for rows in batch.scheduled:
             if rows.request.is_compute_only:
                 events += self._computed(rows, result)
@@ -257,6 +278,6 @@ def _check_complete(batch: SchedulerOutput, result: StepResult) -> None:
         return
     for rows in batch.scheduled:
         answers = result.hidden if rows.request.is_compute_only else result.sampled
-        request_id = rows.request.request_id
-        if rows.is_last_chunk and request_id not in answers and request_id not in result.failed:
-            raise RuntimeError(f"the runner gave nothing for {rows.request}")
+        for request in rows.request.samplers if rows.is_last_chunk else ():
+            if request.request_id not in answers and request.request_id not in result.failed:
+                raise RuntimeError(f"the runner gave nothing for {request}")

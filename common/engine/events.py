@@ -38,6 +38,19 @@ class OutputEvent(Event, frozen=True):
     num_cached_tokens: int | None = None
 
 
+class ScoredEvent(Event, frozen=True):
+    """Log-probabilities of the prompt's tokens from position `start` on. All of them come before the first output."""
+
+    start: int
+    logprobs: list[TokenLogprobs]
+
+
+class SearchEndedEvent(Event, frozen=True):
+    """A beam search is over: the best beams are `request.beam_search.results`. Nothing else came of it before."""
+
+    request: Request
+
+
 class ReservedEvent(Event, frozen=True):
     """Blocks for all its tokens and the next one are reserved. Answer with exactly one of `adopt`,
     `release_reservation` or `cancel_remote`, when nothing writes into them any more.

@@ -10,7 +10,7 @@ that has no rows of its own. The runner keeps nothing of a request from one step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,8 +24,17 @@ from common.runner.grammar_masks import GrammarMasks
 from common.runner.input_batch import InputBatch
 from common.runner.kv_cache import KVCache
 from common.runner.logits import LogitRules
+from common.runner.prompt_scores import score_prompt
 from common.runner.sampler import Sampler, SamplingRow
-from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
+from common.scheduling.output import (
+    CancelCheck,
+    Inbox,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+    Scored,
+    StepResult,
+)
 from kernels.plan import AttentionShape
 
 
@@ -55,7 +64,7 @@ class ModelRunner:
         swap_seconds = self._swap(batch)
         self._kv_cache.copy_blocks(batch.copies)
         self._zero_tails(batch.scheduled)
-        self._grammar_masks.start(rows.request for rows in batch.scheduled if rows.is_last_chunk)
+        self._grammar_masks.start(_samplers(batch.scheduled))
         hidden = None
         if batch.scheduled:
             flat = self._input_batch.make(batch.scheduled)
@@ -63,8 +72,22 @@ class ModelRunner:
             if hidden is None:
                 return StepResult(is_cancelled=True, swap_seconds=swap_seconds)
         computed = {} if hidden is None else _computed_rows(batch.scheduled, hidden)
+        scored = self._score(batch.scheduled, hidden, inbox)
         sampled, failed = self._sample(batch.scheduled, hidden, inbox)
-        return StepResult(sampled=sampled, hidden=computed, failed=failed, swap_seconds=swap_seconds)
+        return StepResult(sampled=sampled, hidden=computed, failed=failed, scored=scored, swap_seconds=swap_seconds)
+
+    def _score(self, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor | None, inbox: Inbox) -> list[Scored]:
+        """Log-probabilities of the prompts that want them, from what this step computed and what arrived."""
+        scored = []
+        if hidden is not None:
+            for rows, last in zip(scheduled, _last_rows(scheduled), strict=True):
+                if rows.request.is_scoring:
+                    own = hidden[last - rows.num_tokens + 1 : last + 1]
+                    scored.append(score_prompt(rows.request, rows.start, own, self._model.logits))
+        for arrived in inbox.take_prompt_rows():
+            vectors = torch.from_numpy(np.array(arrived.rows, np.float32))
+            scored.append(score_prompt(arrived.request, arrived.start, vectors, self._model.logits))
+        return [piece for piece in scored if piece.logprobs]
 
     def _swap(self, batch: SchedulerOutput) -> float:
         """Out before in: a block that one leaves may be the one that another comes into. Returns seconds."""
@@ -87,21 +110,19 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor | None, inbox: Inbox
     ) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Tokens, and for requests whose grammar allows none the reason, by request id."""
-        requests: list[Request] = []
-        vectors: list[torch.Tensor] = []
+        states = _LastStates()
         if hidden is not None:
             for rows, last in zip(scheduled, _last_rows(scheduled), strict=True):
                 if rows.is_last_chunk and not rows.request.is_compute_only:
-                    requests.append(rows.request)
-                    vectors.append(hidden[last])
-        num_computed = len(requests)
+                    states.add(rows.request, hidden[last])
+        num_computed = len(states.requests)
         for arrived in inbox.take():
-            requests.append(arrived.request)
-            vectors.append(torch.from_numpy(np.array(arrived.row, np.float32)))
+            states.add(arrived.request, torch.from_numpy(np.array(arrived.row, np.float32)))
+        requests = states.requests
         if not requests:
             return {}, {}
         assert self._sampler is not None, "a node without a head was asked to sample"
-        logits = self._model.logits(torch.stack([vector.float() for vector in vectors]))
+        logits = states.spread(self._model.logits(states.stacked()))
         masks = self._grammar_masks.finish(requests[num_computed:])
         sampled = self._sampler(logits, [self._sampling_row(request, masks.get(request)) for request in requests])
         tokens = {request.request_id: token for request, token in zip(requests, sampled, strict=True)}
@@ -114,9 +135,11 @@ class ModelRunner:
         return SamplingRow(
             request.params,
             len(outputs),
+            request.choice,
             rules=self._rules_of(request),
             output_token_ids=outputs,
             grammar_mask=None if isinstance(mask, GrammarError) else mask,
+            num_candidates=request.search.num_candidates if request.search is not None else 0,
         )
 
     def _rules_of(self, request: Request) -> LogitRules | None:
@@ -125,9 +148,37 @@ class ModelRunner:
         return self._rules[request]
 
 
+class _LastStates:
+    """Hidden states that outputs are sampled from, and who samples: several choices share the state of their prompt."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._vectors: list[torch.Tensor] = []
+        self._vector_of: list[int] = []  # by request
+
+    def add(self, request: Request, vector: torch.Tensor) -> None:
+        if samplers := request.samplers:
+            self.requests += samplers
+            self._vector_of += [len(self._vectors)] * len(samplers)
+            self._vectors.append(vector)
+
+    def stacked(self) -> torch.Tensor:
+        return torch.stack([vector.float() for vector in self._vectors])
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """A row for each request from one for each state."""
+        return logits if len(self._vectors) == len(self.requests) else logits[self._vector_of]
+
+
 def _last_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     ends = np.cumsum([rows.num_tokens for rows in scheduled])
     return [int(end) - 1 for end in ends]
+
+
+def _samplers(scheduled: Sequence[ScheduledRequest]) -> Iterator[Request]:
+    for rows in scheduled:
+        if rows.is_last_chunk:
+            yield from rows.request.samplers
 
 
 def _computed_rows(scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor) -> dict[str, np.ndarray]:

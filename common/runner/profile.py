@@ -18,7 +18,7 @@ from common.runner.factory import make_runner
 from common.runner.kv_cache import KVCache
 from common.sampling_params import MAX_LOGPROBS, SamplingParams
 from common.scheduling.config import SchedulerConfig
-from common.scheduling.output import HiddenRow, ScheduledRequest, SchedulerOutput
+from common.scheduling.output import HiddenRow, PromptRows, ScheduledRequest, SchedulerOutput
 
 COSTLIEST_PARAMS = SamplingParams(
     temperature=1e4, top_p=0.99, repetition_penalty=1.1, presence_penalty=0.1, logprobs=MAX_LOGPROBS, seed=0
@@ -92,6 +92,9 @@ class _Arrivals:
     def __init__(self, num_rows: int, hidden_size: int) -> None:
         row = np.zeros(hidden_size, np.float32)
         self._rows = [HiddenRow(_make_request(f"arrived-{i}", 1, with_head=True), row) for i in range(num_rows)]
+
+    def take_prompt_rows(self) -> list[PromptRows]:
+        return []
 
     def take(self) -> list[HiddenRow]:
         rows, self._rows = self._rows, []

@@ -29,6 +29,15 @@ def highest(scaled: torch.Tensor, width: int) -> torch.Tensor:
     return members.gather(1, scaled.gather(1, members).topk(width, dim=-1, sorted=False).indices)
 
 
+def rank(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` highest values, best first, equal ones by token id, and their token ids. [R, width] each."""
+    if width >= values.shape[-1]:
+        return torch.sort(values, dim=-1, descending=True, stable=True)
+    token_ids = highest(values, width).sort(dim=-1).values
+    found, order = values.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return found, token_ids.gather(1, order)
+
+
 def rank_all_kept(scaled: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """The values, best first, equal ones by token id, and their token ids; [1, n] each: all that the filters may keep.
 

@@ -21,15 +21,15 @@ import torch
 
 from common.messages import TokenLogprobs
 from common.runner.logits import LogitRules, RuledRow, adjust_logits, mask_others
+from common.runner.logprobs import logprobs_of
 from common.runner.random_numbers import uniform
-from common.runner.ranking import highest, rank_all_kept
+from common.runner.ranking import rank, rank_all_kept
 from common.sampling_params import SamplingParams
 from common.scheduling.output import SampledToken
 
 _RANKED_WIDTH = 256
 """So many of the most likely tokens are ranked at first (ranking all costs 4 ms a row at 49,152 tokens)."""
 _ROWS_AT_ONCE = 8  # their intermediate values stay in the processor's cache: 64 rows take a fifth of the time
-_LEAST_LOGPROB = -9999.0  # what the OpenAI API says for "as good as impossible"; infinities are no JSON
 _LEAST_TEMPERATURE = 1e-30  # smaller ones round to 0 in float32
 
 
@@ -39,6 +39,7 @@ class SamplingRow:
 
     rules, output_token_ids: what changes its logits, and the outputs so far; None: nothing does.
     grammar_mask: packed bit mask of the tokens that its grammar goes on with; None: it has no grammar.
+    num_candidates: of a beam: how many of the most likely tokens are wanted with their log-probabilities.
     """
 
     params: SamplingParams
@@ -47,6 +48,12 @@ class SamplingRow:
     rules: LogitRules | None = None
     output_token_ids: Sequence[int] = ()
     grammar_mask: np.ndarray | None = None
+    num_candidates: int = 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None for none, k for the drawn token's and the k most likely ones."""
+        return self.num_candidates or self.params.logprobs
 
     def uniform(self) -> float:
         return uniform(self.params.seed or 0, self.choice, self.output_index)
@@ -88,9 +95,8 @@ def _by_kind(rows: Sequence[SamplingRow]) -> list[tuple[_Draw, list[int]]]:
     kinds: dict[_Draw, list[int]] = {_draw_greedy: [], _draw_unfiltered: [], _draw_filtered: []}
     for i, row in enumerate(rows):
         params = row.params
-        kinds[_draw_greedy if params.is_greedy else _draw_filtered if _has_filter(params) else _draw_unfiltered].append(
-            i
-        )
+        is_greedy = params.is_greedy or row.num_candidates
+        kinds[_draw_greedy if is_greedy else _draw_filtered if _has_filter(params) else _draw_unfiltered].append(i)
     return list(kinds.items())
 
 
@@ -136,7 +142,7 @@ def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[in
     """Ranks as few tokens as decide it; which number of them that is does not change the result."""
     scaled = _scale(logits, rows)
     total = _total_mass(scaled, rows)
-    values, token_ids = _rank(scaled, _RANKED_WIDTH)
+    values, token_ids = rank(scaled, _RANKED_WIDTH)
     num_kept = _count_kept(values, total, rows)
     found = _draw_ranked(values, token_ids, num_kept, rows)
     if values.shape[-1] < scaled.shape[-1]:
@@ -172,15 +178,6 @@ def _is_settled(values: torch.Tensor, num_kept: torch.Tensor, rows: Sequence[Sam
     return [every or (clear and wide) for every, clear, wide in zip(is_all, is_clear, is_wide, strict=True)]
 
 
-def _rank(scaled: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` highest values, best first, equal ones by token id, and their token ids. [R, width] each."""
-    if width >= scaled.shape[-1]:
-        return torch.sort(scaled, dim=-1, descending=True, stable=True)
-    token_ids = highest(scaled, width).sort(dim=-1).values
-    values, order = scaled.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
-    return values, token_ids.gather(1, order)
-
-
 def _count_kept(values: torch.Tensor, total: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """How many leading tokens of each row's ranking survive top_k, then top_p, then min_p; at least one. [R, 1].
 
@@ -212,16 +209,13 @@ def _draw_ranked(
 def _logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], rows: Sequence[SamplingRow]
 ) -> list[TokenLogprobs | None]:
-    """Of the raw logits, for rows that ask; the most likely tokens best first. Never an infinity or NaN."""
+    """Of the raw logits, for rows that ask."""
     found: list[TokenLogprobs | None] = [None] * len(rows)
-    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    asking = [i for i, row in enumerate(rows) if row.num_logprobs is not None]
     for part in _in_parts(asking):
-        logprobs = logits[part].float().log_softmax(-1).nan_to_num_(_LEAST_LOGPROB).clamp_(min=_LEAST_LOGPROB)
-        own = logprobs.gather(1, _column([token_ids[i] for i in part], torch.int64)).squeeze(1).tolist()
-        counts = [rows[i].params.logprobs or 0 for i in part]
-        values, best = _rank(logprobs, max(1, *counts))
-        for i, k, logprob, top_values, top_ids in zip(part, counts, own, values.tolist(), best.tolist(), strict=True):
-            found[i] = TokenLogprobs(logprob, top_ids[:k], top_values[:k])
+        counts = [rows[i].num_logprobs or 0 for i in part]
+        for i, logprobs in zip(part, logprobs_of(logits[part], [token_ids[i] for i in part], counts), strict=True):
+            found[i] = logprobs
     return found
 
 

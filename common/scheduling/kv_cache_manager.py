@@ -7,8 +7,9 @@ exception. A block becomes visible to other requests only when `mark_filled` say
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from common.block_hash import extend_chain, root_hash
 from common.kv_layout import KVLayout
@@ -16,6 +17,9 @@ from common.request import Request
 from common.scheduling.block_pool import BlockPool
 from common.scheduling.output import Copy
 from common.scheduling.swap_space import SwapSpace
+
+Write: TypeAlias = tuple[str, int, int]
+"""(request id, start, end): KV of its positions start .. end - 1 will be written."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +98,7 @@ class KVCacheManager:
 
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix of all its tokens, whole blocks only."""
-        if not self.enable_prefix_caching or request.want_all_hidden:
+        if not self.enable_prefix_caching or request.want_all_hidden or request.is_scoring:
             return []
         found: list[int] = []
         for block_hash in self._extend_hashes(request):
@@ -104,10 +108,15 @@ class KVCacheManager:
             found.append(block_id)
         return found
 
-    def num_missing_blocks(self, request_id: str, start: int, end: int) -> int:
-        """Blocks to allocate before KV of positions start .. end - 1 can be written."""
-        table = self._tables[request_id]
-        return self._num_growth(table, end) + len(self._shared_indices(table, start, end))
+    def num_missing_blocks(self, writes: Iterable[Write]) -> int:
+        """Blocks to allocate before all of this can be written. The last owner of a shared block needs no copy."""
+        num_missing = 0
+        writers: Counter[int] = Counter()
+        for request_id, start, end in writes:
+            table = self._tables[request_id]
+            num_missing += self._num_growth(table, end)
+            writers.update(table.block_ids[index] for index in self._shared_indices(table, start, end))
+        return num_missing + sum(min(n, self.pool.ref_count(block_id) - 1) for block_id, n in writers.items())
 
     # --- allocation -------------------------------------------------------------------------------------------------
 

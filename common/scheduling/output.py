@@ -91,14 +91,24 @@ class SampledToken(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None
 
 
+class Scored(msgspec.Struct, frozen=True, eq=False):
+    """Log-probabilities of a prompt's tokens from position `start` on, at least 1."""
+
+    request: Request
+    start: int
+    logprobs: list[TokenLogprobs]
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """sampled: by request id, for every caught-up request that has params, and for submitted hidden rows.
+    """sampled: by request id, for the `samplers` of every caught-up request that has params and of submitted hidden
+        rows. Of a beam (or the prompt of a search) only the log-probabilities of its candidates count.
     hidden: by request id, float32 [num_rows, hidden_size] after the last norm: the last row of a caught-up
         computation, or all rows of this chunk when `want_all_hidden`.
     is_cancelled: the step was left between two layers; nothing in it counts as computed (its copies were made).
     swap_seconds: how long its swap_outs and swap_ins took.
     failed: by request id, why a request that owes an output gets none and ends; it is not in `sampled`.
+    scored: log-probabilities of prompt tokens, of requests that are scoring.
     """
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
@@ -106,6 +116,16 @@ class StepResult:
     is_cancelled: bool = False
     swap_seconds: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
+    scored: Sequence[Scored] = ()
+
+
+@dataclass(frozen=True)
+class Booked:
+    """What came of a step. outputs: (request, the output that was appended to it), in batch order.
+    searches: prompts of beam searches that are over."""
+
+    outputs: list[tuple[Request, SampledToken]] = field(default_factory=list)
+    searches: list[Request] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -119,6 +139,19 @@ class HiddenRow:
     row: np.ndarray
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """Hidden states computed elsewhere, of a prompt's tokens from position `start` on: each tells what log-probability
+    the token after it has.
+
+    rows: float32 [num_rows, hidden_size], after the model's last norm.
+    """
+
+    request: Request
+    start: int
+    rows: np.ndarray
+
+
 class Runner(Protocol):
     """Executes steps: the model runner, or in tests a scripted one."""
 
@@ -128,6 +161,10 @@ class Runner(Protocol):
 class Inbox(Protocol):
     def take(self) -> list[HiddenRow]:
         """Rows that arrived so far; polled just before the head so that they join the step in flight."""
+        ...
+
+    def take_prompt_rows(self) -> list[PromptRows]:
+        """As many as a step may have; taken before the others, since the last ones give an output, too."""
         ...
 
 

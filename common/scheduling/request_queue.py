@@ -16,7 +16,7 @@ class RequestQueue:
     """Sorted by precedence, which must be unique. Finding and removing is O(log n) plus a memory move."""
 
     def __init__(self) -> None:
-        self._keys: list[tuple[int, int]] = []
+        self._keys: list[tuple[int, int, int]] = []
         self._requests: list[Request] = []
 
     def __len__(self) -> int:

@@ -40,10 +40,18 @@ class Reservations:
         if not self._reserved:
             return None
         youngest_first = self._reserved.snapshot()[::-1]
-        victim = next((r for r in youngest_first if not r.output_token_ids), youngest_first[0])
+        victim = next((r for r in youngest_first if not _has_output(r)), youngest_first[0])
         self._reserved.remove(victim)
         self._revoked[victim.request_id] = victim
         return victim
 
     def revoked(self) -> Iterator[Request]:
         return iter(self._revoked.values())
+
+    def snapshot(self) -> list[Request]:
+        """All of them; may be taken from any thread."""
+        return self._reserved.snapshot() + list(self._revoked.values())
+
+
+def _has_output(request: Request) -> bool:
+    return any(sequence.output_token_ids for sequence in request.choices or [request])

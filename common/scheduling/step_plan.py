@@ -16,6 +16,7 @@ class StepPlan:
     num_partial: prompts that this step leaves partly computed.
     num_promised_blocks: blocks that will come back from reservations, less what was already counted on; None until
         somebody asks.
+    searches: by the id of a beam search's prompt whether there is room for what its beams write in this step.
     """
 
     token_budget: int
@@ -30,6 +31,7 @@ class StepPlan:
     resumed: list[Request] = field(default_factory=list)
     num_partial: int = 0
     num_promised_blocks: int | None = None
+    searches: dict[str, bool] = field(default_factory=dict)
     is_short_of_blocks: bool = False
 
     def __post_init__(self) -> None:

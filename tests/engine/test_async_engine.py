@@ -32,8 +32,8 @@ def test_what_can_never_fit_raises_in_the_caller(make_async_engine, make_request
     with pytest.raises(ContextLengthError, match="maximum context length is 256"):
         engine.add(make_request(300))
     with pytest.raises(ContextLengthError):
-        engine.check_fits(256)
-    engine.check_fits(255)
+        engine.check_fits(make_request(256))
+    engine.check_fits(make_request(255))
 
 
 def test_what_only_the_queue_can_tell_comes_as_an_event(make_async_engine, make_request, recorder, runner):

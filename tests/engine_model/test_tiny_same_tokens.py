@@ -63,9 +63,9 @@ class Shortage:
     def prepare_write(self, request_id: str, start: int, end: int) -> Any:
         return None if request_id == self.sufferer else self._prepare(request_id, start, end)
 
-    def num_missing_blocks(self, request_id: str, start: int, end: int) -> int:
-        if request_id != self.sufferer:
-            return int(self._missing(request_id, start, end))
+    def num_missing_blocks(self, writes: list[tuple[str, int, int]]) -> int:
+        if all(request_id != self.sufferer for request_id, _, _ in writes):
+            return int(self._missing(writes))
         self.sufferer = None
         return int(self._cache.num_free_blocks) + 1
 

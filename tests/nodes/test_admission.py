@@ -59,6 +59,7 @@ class Scene:
             open_fetch=self._open,
             post=lambda callback, *args: callback(*args),
             block_size=BLOCK,
+            hidden_size=len(ROW),
             queue_seconds=5.0,
         )
         self.admission.start()

@@ -21,8 +21,9 @@ from common.request import FinishReason, Request
 from common.sampling_params import SamplingParams
 from common.structured_output import StructuredOutput
 from decode_node.grammars import Grammars
+from decode_node.legs import DecodeLimits
 from decode_node.metrics import DecodeMetrics
-from decode_node.node import DecodeLimits, DecodeNode
+from decode_node.node import DecodeNode
 from kvtransfer.store import FetchListener, FetchRequest
 
 LAYOUT = KVLayout(2, 1, 4, 16, "float32", "tiny")
@@ -36,9 +37,9 @@ class ScriptedEngine:
         self.released: list[str] = []
         self.num_resets = 0
 
-    def check_fits(self, num_tokens: int) -> None:
-        if num_tokens > 100:
-            raise ContextLengthError(f"{num_tokens} tokens, the limit is 100")
+    def check_fits(self, request: Request) -> None:
+        if request.num_tokens > 100:
+            raise ContextLengthError(f"{request.num_tokens} tokens, the limit is 100")
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -98,6 +99,7 @@ class Scene:
             hello=self._hello,
             limits=DecodeLimits(1000, 50, frozenset({2}), max_requests),
             block_size=16,
+            hidden_size=8,
             metrics=DecodeMetrics(Metrics("tiny")),
             grammars=Grammars(self.compiler, deadline_seconds=compile_seconds),
             clock=ManualClock(),
@@ -166,7 +168,7 @@ async def test_model_end_tokens_and_own_stops_end_a_request_unless_ignored() -> 
 
 async def test_resumed_request_keeps_its_outputs_and_its_length_limit() -> None:
     scene = Scene()
-    scene.decode(outputs=[3, 4], params=SamplingParams(max_tokens=10))
+    scene.decode(choices=[m.ChoiceSoFar(0, [3, 4])], params=SamplingParams(max_tokens=10))
     request = scene.engine.requests["r#1"]
     assert request.all_token_ids == [5, 6, 7, 3, 4]
     assert request.max_num_tokens == 13
@@ -219,8 +221,8 @@ async def test_full_or_draining_node_rejects_for_another_to_take() -> None:
     scene.decode(request_id="c")
     rejections = [message for message in scene.sent if isinstance(message, m.Rejected)]
     assert [(r.request_id, r.code, r.is_retryable) for r in rejections] == [
-        ("b", "full", True),
-        ("c", "draining", True),
+        ("b", "rate_limit_exceeded", True),
+        ("c", "service_unavailable", True),
     ]
     assert scene.node.status().is_draining
 
@@ -246,7 +248,7 @@ async def test_abort_of_an_older_leg_leaves_the_newer_one() -> None:
     assert scene.engine.aborted == ["r#1"]
     scene.output(9, engine_id="r#2")
     assert scene.emitted()[-1].leg == 2
-    assert scene.node.hello(PROXY).live_requests == [m.LiveRequest("r", 2, 1)]
+    assert scene.node.hello(PROXY).live_requests == [m.LiveRequest("r", 2)]
 
 
 async def test_resend_repeats_outputs_from_the_index_on() -> None:
@@ -263,7 +265,7 @@ async def test_hello_lists_finished_requests_until_they_are_acknowledged() -> No
     scene = Scene()
     scene.decode()
     scene.output(9, FinishReason.LENGTH)
-    assert scene.node.hello(PROXY).live_requests == [m.LiveRequest("r", 1, 1)]
+    assert scene.node.hello(PROXY).live_requests == [m.LiveRequest("r", 1)]
     scene.node.acknowledged(PROXY, len(scene.sent))
     assert scene.node.hello(PROXY).live_requests == []
 

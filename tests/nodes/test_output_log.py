@@ -12,7 +12,7 @@ def output(index: int, finish: str | None = None) -> RequestOutput:
 
 def logged(num_outputs: int, *, finished: bool = False) -> OutputLog:
     log = OutputLog(keep_seconds=10.0)
-    log.open("p", "r", 1, 0)
+    log.open("p", "r", 1, [0])
     for index in range(num_outputs):
         is_last = finished and index == num_outputs - 1
         log.record(output(index, "stop" if is_last else None), sequence=index + 1, now=0.0)
@@ -20,19 +20,19 @@ def logged(num_outputs: int, *, finished: bool = False) -> OutputLog:
 
 
 def test_outputs_from_an_index_on() -> None:
-    assert [o.index for o in logged(5).outputs_from("r", 1, 3)] == [3, 4]
+    assert [o.index for o in logged(5).outputs_from("r", 1, 0, 3)] == [3, 4]
 
 
 def test_finish_reason_is_resent_even_when_no_token_is_missing() -> None:
-    assert [o.finish_reason for o in logged(3, finished=True).outputs_from("r", 1, 3)] == ["stop"]
+    assert [o.finish_reason for o in logged(3, finished=True).outputs_from("r", 1, 0, 3)] == ["stop"]
 
 
 def test_another_leg_has_nothing_to_resend() -> None:
-    assert logged(3).outputs_from("r", 2, 0) == []
+    assert logged(3).outputs_from("r", 2, 0, 0) == []
 
 
-def test_live_requests_name_the_next_index() -> None:
-    assert logged(3).live("p") == [LiveRequest("r", 1, 3)]
+def test_live_requests_name_the_leg() -> None:
+    assert logged(3).live("p") == [LiveRequest("r", 1)]
     assert logged(3).live("other") == []
 
 

@@ -46,8 +46,9 @@ class EchoNode:
         if not isinstance(message, m.Decode):
             return
         self.client.send(proxy_id, m.Accepted(request_id=message.request_id, leg=message.leg))
-        tokens = [*message.prompt_token_ids, EOS][len(message.outputs) :]
-        for index, token_id in enumerate(tokens, len(message.outputs)):
+        [choice] = message.choices
+        tokens = [*message.prompt_token_ids, EOS][len(choice.outputs) :]
+        for index, token_id in enumerate(tokens, len(choice.outputs)):
             finish: Any = "stop" if token_id == EOS else None
             output = m.RequestOutput(
                 request_id=message.request_id, leg=message.leg, index=index, token_ids=[token_id], finish_reason=finish
@@ -80,7 +81,7 @@ async def test_a_node_joins_and_answers(proxy: Any, until: Any) -> None:
         await until(lambda: proxy.cluster.pool.is_ready)
         replies = await asyncio.gather(*(ask(proxy, f"text {i}") for i in range(30)))
         assert replies == [f"text {i}" for i in range(30)]
-        assert proxy.cluster.pool.get("echo").num_own_requests == 0
+        assert proxy.cluster.pool.get("echo").num_own_sequences == 0
         await asyncio.sleep(0.6)  # beyond the lease: heartbeats keep it
         assert proxy.cluster.pool.is_ready
 

@@ -44,7 +44,7 @@ async def test_a_node_dies_and_the_stream_goes_on(proxy: Any, wait: Any, until: 
     assert "".join(text) == "the quick brown fox"
     decode = await b.expect(m.Decode)
     assert decode.leg == 2
-    assert decode.outputs == [i for ids in proxy.ids(*TEXT[:2]) for i in ids]
+    assert decode.choices[0].outputs == [i for ids in proxy.ids(*TEXT[:2]) for i in ids]
     metrics = await proxy.metrics()
     assert metrics['tandem:request_legs_total{cause="lost",model_name="tiny"}'] == 1
 
@@ -60,7 +60,7 @@ async def test_goodbye_moves_requests_at_once(proxy: Any, wait: Any, until: Any)
 async def test_outputs_of_an_old_leg_are_dropped_and_aborted(proxy: Any, wait: Any, until: Any) -> None:
     a, b, text, task = await start_on_first(proxy, wait, until)
     decode = await a.expect(m.Decode)
-    await a.output(decode, index=len(a.live[decode.request_id].outputs), finish_reason="abort")
+    await a.output(decode, index=len(a.live[decode.request_id].choices[0].outputs), finish_reason="abort")
     await b.expect(m.Decode)
     await task
     await a.output(decode, index=2, token_ids=[5])
@@ -210,14 +210,14 @@ async def test_what_a_node_does_not_list_moves(proxy: Any, wait: Any, until: Any
     node.drop_next()
     again = await node.expect(m.Decode, 2)
     assert again.leg == 2
-    assert len(again.outputs) == len([i for ids in proxy.ids(*TEXT[:2]) for i in ids])
+    assert len(again.choices[0].outputs) == len([i for ids in proxy.ids(*TEXT[:2]) for i in ids])
     node.resume.set()
     await task
     assert "".join(text) == "the quick brown fox"
 
 
 async def test_what_the_proxy_does_not_know_is_aborted(proxy: Any) -> None:
-    node = await proxy.node(live_requests=[m.LiveRequest("somebody/7", 3, 5)])
+    node = await proxy.node(live_requests=[m.LiveRequest("somebody/7", 3)])
     abort = await node.expect(m.Abort)
     assert (abort.request_id, abort.leg) == ("somebody/7", 3)
 
@@ -266,7 +266,7 @@ async def test_nonsense_is_dropped_and_its_sender_is_cut_off(proxy: Any, until: 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol_version": 99}, ["99", "1"]),
+        ({"protocol_version": 99}, ["99", str(m.PROTOCOL_VERSION)]),
         ({"model": "other"}, ["other", "tiny"]),
         ({"vocab_size": 500}, ["500", "512"]),
         ({"max_model_len": 4096}, ["4096", "2048"]),

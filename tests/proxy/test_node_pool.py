@@ -98,11 +98,11 @@ def test_own_requests_are_known_exactly_and_others_as_reported() -> None:
     pool = make_pool("d1")
     node = pool.get("d1")
     assert node is not None
-    node.num_own_requests = 3
+    node.num_own_sequences = 3
     node.update(status(num_running=4, num_waiting=1))  # two of them another proxy's
-    assert node.num_requests == 5
-    node.num_own_requests = 1  # two of ours have ended since
-    assert node.num_requests == 3
+    assert node.num_sequences == 5
+    node.num_own_sequences = 1  # two of ours have ended since
+    assert node.num_sequences == 3
 
 
 # --- routing --------------------------------------------------------------------------------------------------------
@@ -162,6 +162,23 @@ def test_a_full_node_has_no_room() -> None:
     assert route_to(pool) is None
 
 
+def test_a_request_needs_a_seat_for_each_of_its_sequences() -> None:
+    pool = make_pool("d1")
+    assert route_to(pool, num_sequences=8) is not None
+    assert route_to(pool, num_sequences=9) is None  # it could never run as a whole, though a ninth may wait
+    report(pool, "d1", num_running=3)
+    assert route_to(pool, num_sequences=6) is not None
+    assert route_to(pool, num_sequences=7) is None
+    pool.register("d2", hello(max_num_seqs=16), now=0.0)
+    assert route_to(pool, num_sequences=9) == ("d2", [])
+    assert pool.max_num_seqs == 16
+    node = pool.get("d2")
+    assert node is not None
+    node.update(m.Status(stats=node.stats, is_draining=True))
+    assert pool.max_num_seqs == 8
+    assert make_pool("p1").max_num_seqs is None
+
+
 def test_sources_fit_into_a_message() -> None:
     pool = make_pool("d1", *[f"p{i}" for i in range(MAX_SOURCES + 4)])
     found = route_to(pool)
@@ -188,6 +205,45 @@ async def test_a_released_place_goes_to_the_one_who_waits() -> None:
     assert admission.num_waiting == 1
     admission.release(first)
     assert (await waiting).decode_node.instance_id == "d1"
+    assert admission.num_waiting == 0
+
+
+async def test_seats_are_given_back_one_by_one() -> None:
+    pool = make_pool("d1", max_num_seqs=4)
+    admission = tight(pool)
+    route = await admission.place(Need(1, num_sequences=4))
+    waiting = asyncio.create_task(admission.place(Need(1, num_sequences=3)))
+    await asyncio.sleep(0)
+    admission.release(route)
+    assert admission.num_waiting == 1
+    admission.release(route)  # four and one to spare: two of the first, three of the second
+    assert (await waiting).decode_node.num_own_sequences == 5
+
+
+async def test_nobody_waits_behind_one_that_fits_no_node() -> None:
+    pool = make_pool("p1")
+    admission = tight(pool, queue_seconds=0.01)
+    large = asyncio.create_task(admission.place(Need(1, num_sequences=9)))
+    small = asyncio.create_task(admission.place(Need(1)))
+    await asyncio.sleep(0)
+    pool.register("d1", hello(), now=0.0)
+    admission.pump()
+    assert (await small).decode_node.num_own_sequences == 1
+    with pytest.raises(OverloadedError, match="room"):
+        await large
+
+
+async def test_one_who_waits_behind_one_who_leaves_is_placed_once() -> None:
+    """Both in the moment in which room is made, before the first has left the queue."""
+    pool = make_pool("d1", max_num_seqs=1)
+    admission = tight(pool)
+    placed = await fill(admission, 2)
+    first, second = (asyncio.create_task(admission.place(Need(1))) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    admission.release(placed[0])
+    await asyncio.gather(first, return_exceptions=True)
+    assert (await second).decode_node.num_own_sequences == 2
     assert admission.num_waiting == 0
 
 
@@ -264,14 +320,16 @@ async def test_a_full_node_that_comes_gives_more_patience() -> None:
 
 
 async def test_one_who_leaves_just_when_it_is_placed_gives_the_place_back() -> None:
-    pool = make_pool("d1", max_num_seqs=1)
+    pool = make_pool("d1", max_num_seqs=2)
     admission = tight(pool)
-    first, _ = await fill(admission, 2)
-    waiting = asyncio.create_task(admission.place(Need(1)))
+    first, second, _ = await fill(admission, 3)
+    waiting = asyncio.create_task(admission.place(Need(1, num_sequences=2)))
     await asyncio.sleep(0)
     admission.release(first)
+    admission.release(second)
+    assert admission.num_waiting == 0
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     node = pool.get("d1")
     assert node is not None
-    assert node.num_own_requests == 1
+    assert node.num_own_sequences == 1

@@ -80,6 +80,13 @@ async def test_without_a_file_the_values_are_neutral(proxy: Any) -> None:
     assert sampled(await params_of(proxy, node, "chat")) == NEUTRAL
 
 
+async def test_beams_take_the_length_only(start_proxy: Any) -> None:
+    proxy = await start_proxy(sampling_defaults=SamplingDefaults(FILE, 40))
+    node = await proxy.node(lambda _: [*proxy.ids("Hello"), [EOS]])
+    params = await params_of(proxy, node, "chat", use_beam_search=True)
+    assert (sampled(params), params.max_tokens) == (NEUTRAL, 40)
+
+
 async def test_max_new_tokens_is_a_chat_answers_default(start_proxy: Any) -> None:
     """Completions have OpenAI's own default of 16; what a request says may be more than the model's file has."""
     proxy = await start_proxy(sampling_defaults=SamplingDefaults(max_tokens=40))

@@ -20,7 +20,8 @@ CONTEXT = 2048
 OPTIONAL = [
     "model max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos n logit_bias presence_penalty",
     "frequency_penalty repetition_penalty min_tokens logprobs stream stream_options user priority cache_salt",
-    "skip_special_tokens use_beam_search prompt_logprobs allowed_token_ids bad_words include_stop_str_in_output",
+    "skip_special_tokens use_beam_search beam_width length_penalty early_stopping best_of",
+    "prompt_logprobs allowed_token_ids bad_words include_stop_str_in_output",
 ]
 OPTIONAL_FIELDS = " ".join(OPTIONAL).split()
 
@@ -41,7 +42,7 @@ async def refused(proxy: Any, path: str, body: dict[str, Any], status: int = 400
     return dict(error)
 
 
-@pytest.mark.parametrize("field", [*OPTIONAL_FIELDS, "echo", "suffix", "best_of"])
+@pytest.mark.parametrize("field", [*OPTIONAL_FIELDS, "echo", "suffix"])
 async def test_null_is_the_default_in_completions(proxy: Any, hello: Any, field: str) -> None:
     """V-01."""
     await proxy.complete(**{field: None})
@@ -69,8 +70,14 @@ async def test_null_is_the_default_in_chat(proxy: Any, hello: Any, field: str) -
         ({"max_tokens": -7}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"n": 0}, "n"),
-        ({"n": 2}, "n"),
-        ({"best_of": 2}, "best_of"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 9}, "n"),  # more than the node runs
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 9}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"seed": 2**70}, "seed"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ["a", ""]}, "stop"),
@@ -97,8 +104,15 @@ async def test_null_is_the_default_in_chat(proxy: Any, hello: Any, field: str) -
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"beam_width": 2}, "beam_width"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"early_stopping": "always"}, "early_stopping"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
@@ -116,6 +130,50 @@ async def test_values_that_are_refused(proxy: Any, hello: Any, body: dict[str, A
     assert error["param"] == param
     assert param in error["message"]
     assert hello.count(m.Decode) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 9}, "beam_width"),  # more than the node runs
+        ({"n": 3, "beam_width": 2}, "beam_width"),
+        ({"best_of": 3, "beam_width": 2}, "best_of"),
+        ({"length_penalty": 2000}, "length_penalty"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"stop": "x"}, "stop"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"min_tokens": 1}, "min_tokens"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+    ],
+)
+async def test_what_beams_cannot_have(proxy: Any, hello: Any, body: dict[str, Any], param: str) -> None:
+    error = await refused(proxy, COMPLETIONS, {"prompt": "x", "use_beam_search": True, **body})
+    assert error["param"] == param
+    assert param in error["message"]
+    assert hello.count(m.Decode) == 0
+
+
+async def test_choices_of_all_prompts_have_a_limit(proxy: Any) -> None:
+    node = await proxy.node(lambda _: [[EOS]], max_num_seqs=16)
+    beams = {"use_beam_search": True, "beam_width": 9}
+    for asked, field in (({"n": 9}, "n"), ({"n": 2, "best_of": 9}, "best_of"), (beams, "beam_width")):
+        error = await refused(proxy, COMPLETIONS, {"prompt": ["a"] * 114, **asked})
+        words = f"{field} is 9, which makes 1026 sequences of 114 prompts, at most 1024 are allowed in one request"
+        assert (error["param"], error["message"]) == (field, words)
+    assert node.count(m.Decode) == 0
+    assert len((await proxy.complete(prompt=["a"] * 113, n=9))["choices"]) == 1017
+
+
+async def test_beams_are_limited_also_where_the_nodes_are_not(proxy: Any) -> None:
+    node = await proxy.node(max_num_seqs=64)
+    error = await refused(proxy, COMPLETIONS, {"prompt": "x", "use_beam_search": True, "beam_width": 33})
+    assert error["message"] == "beam_width is 33, must be from 1 to 32"
+    assert node.count(m.Decode) == 0
 
 
 @pytest.mark.parametrize(

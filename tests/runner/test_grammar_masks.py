@@ -23,7 +23,7 @@ from common.runner.logits import LogitRules, pack_bits
 from common.runner.model_runner import ModelRunner
 from common.runner.sampler import Sampler, SamplingRow
 from common.sampling_params import SamplingParams
-from common.scheduling.output import HiddenRow, ScheduledRequest, SchedulerOutput
+from common.scheduling.output import HiddenRow, PromptRows, ScheduledRequest, SchedulerOutput
 
 VOCAB = 96
 PROMPT = [(i * 29 + 3) % VOCAB for i in range(21)]
@@ -68,6 +68,9 @@ def runner(model_dir: Path) -> ModelRunner:
 class Arrivals:
     def __init__(self, *rows: HiddenRow) -> None:
         self._rows = list(rows)
+
+    def take_prompt_rows(self) -> list[PromptRows]:
+        return []
 
     def take(self) -> list[HiddenRow]:
         rows, self._rows = self._rows, []

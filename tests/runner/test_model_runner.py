@@ -15,7 +15,7 @@ from common.runner.factory import load_weights, make_layout, make_runner
 from common.runner.kv_cache import KVCache
 from common.runner.model_runner import ModelRunner
 from common.sampling_params import SamplingParams
-from common.scheduling.output import HiddenRow, ScheduledRequest, SchedulerOutput
+from common.scheduling.output import HiddenRow, PromptRows, ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [(i * 29 + 3) % 96 for i in range(21)]
@@ -24,6 +24,9 @@ PROMPT = [(i * 29 + 3) % 96 for i in range(21)]
 class Arrivals:
     def __init__(self, *rows: HiddenRow) -> None:
         self._rows = list(rows)
+
+    def take_prompt_rows(self) -> list[PromptRows]:
+        return []
 
     def take(self) -> list[HiddenRow]:
         rows, self._rows = self._rows, []

@@ -13,7 +13,7 @@ from common.runner.factory import load_weights, make_layout
 from common.runner.model_runner import ModelRunner
 from common.runner.profile import run_worst_step, worst_batch
 from common.scheduling.config import SchedulerConfig
-from common.scheduling.output import CancelCheck, HiddenRow, Inbox, SchedulerOutput, StepResult
+from common.scheduling.output import CancelCheck, HiddenRow, Inbox, PromptRows, SchedulerOutput, StepResult
 
 CONTEXT = 128
 
@@ -69,6 +69,9 @@ class Recording:
 class _Rows:
     def __init__(self, rows: list[HiddenRow]) -> None:
         self._rows = rows
+
+    def take_prompt_rows(self) -> list[PromptRows]:
+        return []
 
     def take(self) -> list[HiddenRow]:
         return self._rows

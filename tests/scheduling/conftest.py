@@ -13,11 +13,21 @@ import numpy as np
 import pytest
 
 from common.kv_layout import KVLayout
+from common.messages import TokenLogprobs
 from common.request import Request
 from common.sampling_params import SamplingParams
+from common.scheduling.beam_search import BeamSearch, Hypothesis
 from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
-from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
+from common.scheduling.output import (
+    CancelCheck,
+    Inbox,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+    Scored,
+    StepResult,
+)
 from common.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE = 97
@@ -39,22 +49,43 @@ def digests(token_ids: Sequence[int], salt: str = "") -> list[int]:
     return chain
 
 
-def next_token(token_ids: Sequence[int], salt: str = "") -> int:
-    return digests(token_ids, salt)[-1] % VOCAB_SIZE
+def draw(digest: int, choice: int = 0) -> int:
+    return (digest + 31 * choice) % VOCAB_SIZE
 
 
-def expected_outputs(prompt: Sequence[int], count: int, salt: str = "") -> list[int]:
+def next_token(token_ids: Sequence[int], salt: str = "", choice: int = 0) -> int:
+    return draw(digests(token_ids, salt)[-1], choice)
+
+
+def expected_outputs(prompt: Sequence[int], count: int, salt: str = "", choice: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, salt))
+        tokens.append(next_token(tokens, salt, choice))
     return tokens[len(prompt) :]
+
+
+def candidates(digest: int, count: int) -> TokenLogprobs:
+    """The most likely next tokens of a beam."""
+    ids = [(digest + 13 * i) % VOCAB_SIZE for i in range(count)]
+    logprobs = sorted(-0.5 - (digest >> i) % 97 / 50 for i in range(count))[::-1]
+    return TokenLogprobs(logprobs[0], ids, logprobs)
+
+
+def expected_beams(request: Request, max_outputs: int) -> list[Hypothesis]:
+    search = BeamSearch(request.params, request.stop_token_ids, max_outputs)
+    while not search.is_over:
+        chains = [digests([*request.prompt_token_ids, *ids], request.cache_salt) for ids in search.running_token_ids]
+        search.advance([candidates(chain[-1], search.num_candidates) for chain in chains])
+    return search.results(search.width)
 
 
 class ShadowRunner:
     """Executes steps on shadow memory and checks every rule of `output.py`."""
 
+    digests = staticmethod(digests)
     next_token = staticmethod(next_token)
     expected_outputs = staticmethod(expected_outputs)
+    expected_beams = staticmethod(expected_beams)
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -80,17 +111,35 @@ class ShadowRunner:
         written: set[int] = set()
         for rows in batch.scheduled:
             self._write(rows, written)
-        sampled, hidden = {}, {}
+        sampled, hidden, scored = {}, {}, []
         for rows in batch.scheduled:
-            token = self._read(rows)
+            digest = self._read(rows)
             if rows.is_last_chunk and rows.request.is_compute_only:
-                hidden[rows.request.request_id] = np.array([[token]], np.float32)
+                hidden[rows.request.request_id] = np.array([[draw(digest)]], np.float32)
             elif rows.is_last_chunk:
-                sampled[rows.request.request_id] = SampledToken(token)
+                sampled |= self._sample(rows.request, digest)
+            if rows.request.is_scoring:
+                scored += self._score(rows)
         for row in inbox.take() if inbox else ():
-            assert row.request.request_id not in sampled
-            sampled[row.request.request_id] = SampledToken(int(row.row[0]))
-        return StepResult(sampled=sampled, hidden=hidden)
+            assert not sampled.keys() & {request.request_id for request in row.request.samplers}
+            sampled |= self._sample(row.request, row.row[0])
+        return StepResult(sampled=sampled, hidden=hidden, scored=scored)
+
+    def _sample(self, request: Request, digest: int) -> dict[str, SampledToken]:
+        return {
+            one.request_id: SampledToken(draw(digest, one.choice))
+            if one.search is None
+            else SampledToken(0, candidates(digest, one.search.num_candidates))
+            for one in request.samplers
+        }
+
+    def _score(self, rows: ScheduledRequest) -> list[Scored]:
+        request = rows.request
+        first = max(rows.start + 1, request.num_scored_tokens)
+        end = min(rows.start + rows.num_tokens + 1, request.num_prompt_tokens)
+        assert first == request.num_scored_tokens or first >= end, "hidden states of prompt tokens are missing"
+        logprobs = [TokenLogprobs(0.0 - position) for position in range(first, end)]
+        return [Scored(request, first, logprobs)] if logprobs else []
 
     def fetch(self, request: Request, block_ids: Sequence[int], start: int, end: int) -> None:
         """Another node's KV of positions start .. end - 1 arrives."""
@@ -132,7 +181,7 @@ class ShadowRunner:
         for position in range(end):
             found = self.memory.get(self._slot(rows.block_table, position))
             assert found == chain[position], f"{request}: wrong KV at position {position}"
-        return chain[-1] % VOCAB_SIZE
+        return chain[-1]
 
 
 @pytest.fixture

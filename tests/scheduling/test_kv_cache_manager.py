@@ -54,7 +54,7 @@ def test_a_forked_partial_block_is_copied_by_the_first_writer_only(block_size):
     cache.fork(parent, child)
     shared = list(cache.block_ids("p"))
     start = parent.num_tokens
-    assert cache.num_missing_blocks("c", start, start + 1) == 1
+    assert cache.num_missing_blocks([("c", start, start + 1)]) == 1
     copies = cache.prepare_write("c", start, start + 1)
     assert copies == ((shared[1], cache.block_ids("c")[1]),)
     assert cache.block_ids("c")[0] == shared[0]
@@ -135,7 +135,8 @@ class CacheMachine(RuleBasedStateMachine):
     def append(self, data, token, count):
         request = data.draw(st.sampled_from(list(self.requests.values())))
         start = request.num_tokens
-        fits = self.cache.num_missing_blocks(request.request_id, start, start + count) <= self.cache.num_free_blocks
+        num_missing = self.cache.num_missing_blocks([(request.request_id, start, start + count)])
+        fits = num_missing <= self.cache.num_free_blocks
         copies = self.cache.prepare_write(request.request_id, start, start + count)
         assert fits == (copies is not None)
         if copies is None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from common.request import FinishReason, Request, RequestStatus
-from common.sampling_params import SamplingParams
+from common.sampling_params import BeamSearchParams, SamplingParams
 from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.output import HiddenRow
@@ -32,6 +32,9 @@ class Rows:
 
     def __init__(self, rows):
         self.rows = rows
+
+    def take_prompt_rows(self):
+        return []
 
     def take(self):
         rows, self.rows = self.rows, []
@@ -79,8 +82,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def add(self, prompt, **fields):
         request = Request(f"r{len(self.known)}", prompt or [0], **fields)
-        self.known[request.request_id] = request
         self.scheduler.add(request)
+        self.known |= {one.request_id: one for one in (request, *request.choices)}
         return request
 
     @rule(
@@ -89,10 +92,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -1]),
         salt=st.sampled_from(["", "", "s"]),
         remote=st.booleans(),
+        scores=st.sampled_from([None, None, 0]),
     )
-    def add_stream(self, prompt, max_tokens, priority, salt, remote):
-        params = SamplingParams(max_tokens=max_tokens)
+    def add_stream(self, prompt, max_tokens, priority, salt, remote, scores):
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=scores)
         self.add(prompt, params=params, priority=priority, cache_salt=salt, wants_remote_kv=remote)
+
+    @rule(prompt=prompts, count=st.integers(2, 4), max_tokens=st.integers(1, 30), remote=st.booleans())
+    def add_samples(self, prompt, count, max_tokens, remote):
+        """Each choice with a length of its own: they end at different steps."""
+        name, prompt = f"r{len(self.known)}", (prompt or [0])[:32]
+        choices = [
+            Request(f"{name}/{i}", prompt, SamplingParams(max_tokens=1 + (max_tokens + 7 * i) % 30), choice=i)
+            for i in range(count)
+        ]
+        self.add(prompt, params=choices[0].params, choices=choices, wants_remote_kv=remote)
+
+    @rule(prompt=prompts, width=st.integers(1, 3), max_tokens=st.integers(1, 14), remote=st.booleans())
+    def add_beams(self, prompt, width, max_tokens, remote):
+        params = SamplingParams(max_tokens=max_tokens, beam_search=BeamSearchParams(width=width))
+        prompt = (prompt or [0])[: max(1, 22 - max_tokens if width < 3 else 14 - max_tokens)]
+        limit = len(prompt) + max_tokens
+        self.add(prompt, params=params, max_num_tokens=limit, wants_remote_kv=remote)
 
     @rule(prompt=prompts, max_tokens=st.integers(10, 30))
     def crowd(self, prompt, max_tokens):
@@ -136,9 +157,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_with_hidden_row(self, data):
         """A hidden row of any live request joins, even when its fetch is long revoked."""
         request = self.known[data.draw(st.sampled_from(sorted(self.known)))]
-        if self.scheduler.accepts_hidden(request.request_id, request.num_tokens) and request.wants_remote_kv:
-            token = self.runner.next_token(request.all_token_ids, request.cache_salt)
-            self.one_step([HiddenRow(request, [token])])
+        is_accepted = self.scheduler.accepts_hidden(request.request_id, request.num_tokens) is not None
+        if is_accepted and request.wants_remote_kv and not request.is_scoring:
+            digest = self.runner.digests(request.all_token_ids, request.cache_salt)[-1]
+            self.one_step([HiddenRow(request, [digest])])
 
     def one_step(self, rows=()):
         batch = self.scheduler.schedule()
@@ -208,15 +230,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         self.scheduler.cache.check_counts()
         stats = self.scheduler.stats()
-        live = [r for r in self.known.values() if not r.is_finished]
-        assert stats.num_running == sum(r.status is RequestStatus.RUNNING for r in live)
-        assert stats.num_waiting_for_kv == sum(r.status is RequestStatus.WAITING_FOR_KV for r in live)
-        assert stats.num_swapped == sum(r.status is RequestStatus.SWAPPED for r in live)
-        num_waiting = sum(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in live)
-        assert stats.num_waiting == sum(not r.wants_cached_only for r in live) - sum(
-            [stats.num_running, stats.num_waiting_for_kv, stats.num_swapped]
-        )
-        assert num_waiting >= stats.num_waiting
+        live = list(self.scheduler.requests.values())
+        assert {r for r in self.known.values() if not r.is_finished} <= set(live)
+        assert stats.num_running == num_sequences(live, RequestStatus.RUNNING)
+        assert stats.num_waiting_for_kv == num_sequences(live, RequestStatus.WAITING_FOR_KV)
+        assert stats.num_swapped == num_sequences(live, RequestStatus.SWAPPED)
+        assert stats.num_waiting == num_sequences(live, RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert 0 <= stats.num_unused_slots <= 8 * (stats.num_blocks - stats.num_free_blocks)
         assert stats.num_running + stats.num_waiting_for_kv <= 5
         assert all(request.num_computed_tokens <= request.num_tokens for request in live)
@@ -252,14 +271,27 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_outputs(self):
         for request in self.known.values():
-            if request.params is None:
+            if request.params is None or request.params.beam_search is not None:
+                self.check_beams(request)
                 continue
-            outputs = request.output_token_ids
-            right = self.runner.expected_outputs(request.prompt_token_ids, len(outputs), request.cache_salt)
-            assert outputs == right
+            outputs, salt = request.output_token_ids, request.cache_salt
+            assert outputs == self.runner.expected_outputs(request.prompt_token_ids, len(outputs), salt, request.choice)
+            if request.params.prompt_logprobs is not None and outputs:
+                assert request.num_scored_tokens == request.num_prompt_tokens
+            if f"{request.request_id}/0" in self.known:
+                continue  # its choices have the outputs
             if request.finish_reason is not FinishReason.ABORT:
                 assert request.finish_reason is FinishReason.LENGTH
                 assert len(outputs) == min(request.params.max_tokens, 64 - request.num_prompt_tokens)
+
+    def check_beams(self, request):
+        if request.params is not None and request.finish_reason is FinishReason.STOP:
+            search = request.beam_search
+            assert search.results(search.width) == self.runner.expected_beams(request, request.params.max_tokens)
+
+
+def num_sequences(requests, *statuses):
+    return sum(r.num_sequences for r in requests if r.status in statuses and not r.wants_cached_only)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(make_scheduler, make_req
     with pytest.raises(InvalidRequestError, match="33 tokens"):
         scheduler.add(make_request(33, max_tokens=None))
     with pytest.raises(InvalidRequestError, match="no tokens"):
-        scheduler.check_fits(0)
+        scheduler.check_fits(make_request(0))
     scheduler.add(make_request(31))
     scheduler.add(make_request(32, max_tokens=None))
     assert len(scheduler.requests) == 2

@@ -5,19 +5,24 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from common.messages import TokenLogprobs
+from common.text.answer import Answer, AnswerDelta, OutputBatch
 from common.text.detokenizer import Detokenizer
 from common.text.tokenizer import TextTokenizer
-from proxy.answer import Answer, AnswerDelta
-from proxy.dispatcher import OutputBatch
 
 EOS = 2
 STOP_TOKEN = 70
 Finish = Literal["stop", "length"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(byte_level: TextTokenizer) -> TextTokenizer:
+    return byte_level
 
 
 def run(

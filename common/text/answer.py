@@ -15,9 +15,17 @@ from typing import Literal
 from common.messages import TokenLogprobs
 from common.text.detokenizer import Decoded, Detokenizer
 from common.text.stop import StopMatch, StopMatcher
-from proxy.dispatcher import OutputBatch
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    """Outputs taken together, in order; finish_reason is that of the last one when the choice is finished."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True)
