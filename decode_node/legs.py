@@ -12,21 +12,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-import msgspec
-
 from common import messages as m
+from common.engine.new_request import AnswerLimits, new_prompt, new_request
 from common.request import Request
 from decode_node.admission import Admission
 
 
 @dataclass(frozen=True)
-class DecodeLimits:
+class DecodeLimits(AnswerLimits):
     """max_requests: sequences held at once, running and waiting; more are rejected, so that the queue grows at the
     proxy."""
 
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
     max_requests: int
 
 
@@ -91,7 +87,9 @@ class Legs:
 
     def place(self, leg: Leg, request: Request, admission: Admission, choices: list[int]) -> LivePrompt:
         """`choices`: the numbers of the answers that are to come of this request."""
-        ids = {choice.choice: choice.request_id for choice in request.choices} or {choices[0]: request.request_id}
+        ids = {choice.choice: choice.request_id for choice in request.choices or [request]}
+        if len(choices) > len(ids):  # a beam search is over for all of them at once
+            ids = {}
         prompt = self._prompts[request.request_id] = LivePrompt(request, admission)
         for number in choices:
             engine_id = ids.get(number, f"{request.request_id}/{number}")
@@ -115,21 +113,21 @@ class Legs:
 
 
 def make_requests(message: m.Decode, limits: DecodeLimits, arrival_time: float) -> list[Request]:
-    """What the engine is given for it; a request with `choices` stands for all of these."""
-    name = f"{message.request_id}#{message.leg}"
-    if message.params.beam_search is not None:
-        return [_make_request(name, message, m.ChoiceSoFar(0), limits, arrival_time)]
-    is_alone = len(message.choices) == 1
-    made = [
-        _make_request(name if is_alone else f"{name}/{so_far.choice}", message, so_far, limits, arrival_time)
-        for so_far in message.choices
-    ]
-    fresh = [request for request in made if not request.output_token_ids]
-    if len(fresh) < 2:
-        return made
-    prompt = _make_request(name, message, m.ChoiceSoFar(0), limits, arrival_time)
-    prompt.choices = fresh
-    return [prompt, *(request for request in made if request.output_token_ids)]
+    """What the engine is given for it: one request that all choices without outputs come of, one for each other."""
+    name, tokens, params = f"{message.request_id}#{message.leg}", message.prompt_token_ids, message.params
+    fresh = [so_far.choice for so_far in message.choices if not so_far.outputs or params.beam_search is not None]
+    made = [new_prompt(name, tokens, params, limits, choices=fresh)] if fresh else []
+    for so_far in message.choices:
+        if so_far.choice not in fresh:
+            request_id = f"{name}/{so_far.choice}" if len(message.choices) > 1 else name
+            moved = new_request(
+                request_id, tokens, params, limits, choice=so_far.choice, output_token_ids=so_far.outputs
+            )
+            made.append(moved)
+    for request in made:
+        for one in (request, *request.choices):
+            one.cache_salt, one.priority, one.arrival_time = message.cache_salt, message.priority, arrival_time
+    return made
 
 
 def numbers_of(request: Request, message: m.Decode) -> list[int]:
@@ -137,27 +135,3 @@ def numbers_of(request: Request, message: m.Decode) -> list[int]:
     if message.params.beam_search is not None:
         return [so_far.choice for so_far in message.choices]
     return [choice.choice for choice in request.choices or [request]]
-
-
-def _make_request(
-    request_id: str, message: m.Decode, so_far: m.ChoiceSoFar, limits: DecodeLimits, arrival_time: float
-) -> Request:
-    params = message.params
-    if so_far.outputs:  # they came after the prompt's log-probabilities
-        params = msgspec.structs.replace(params, prompt_logprobs=None)
-    stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
-    longest = limits.max_model_len
-    if params.max_tokens is not None:
-        longest = min(longest, len(message.prompt_token_ids) + params.max_tokens)
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=message.prompt_token_ids,
-        params=params,
-        output_token_ids=list(so_far.outputs),
-        stop_token_ids=stops,
-        max_num_tokens=longest,
-        choice=so_far.choice,
-        cache_salt=message.cache_salt,
-        priority=message.priority,
-        arrival_time=arrival_time,
-    )

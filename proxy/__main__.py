@@ -18,6 +18,7 @@ import uvloop
 from aiohttp import web
 
 from common.checkpoints.resolve import resolve_model
+from common.checkpoints.sampling_defaults import SamplingDefaults
 from common.config import parse
 from common.errors import TandemError, UnavailableError
 from common.logging import configure_logging, log_event
@@ -28,7 +29,6 @@ from proxy.config import ProxyConfig
 from proxy.control import check_control_endpoint
 from proxy.generation import SHUTTING_DOWN
 from proxy.node_pool import NodePool
-from proxy.sampling_defaults import SamplingDefaults
 from proxy.serving_model import ModelLimits, ServingModel, load_serving_model
 
 log = logging.getLogger("proxy")

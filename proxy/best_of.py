@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from proxy.openai_response import ChoiceText, finite
+from common.text.best_of import mean_logprob
+from proxy.openai_response import ChoiceText
 
 
 def select_best(choices: Sequence[ChoiceText], num_generated: int, num_returned: int) -> list[ChoiceText]:
@@ -17,12 +17,8 @@ def select_best(choices: Sequence[ChoiceText], num_generated: int, num_returned:
         return list(choices)
     best: list[ChoiceText] = []
     for start in range(0, len(choices), num_generated):
-        ranked = sorted(choices[start : start + num_generated], key=_mean_logprob, reverse=True)
+        ranked = sorted(
+            choices[start : start + num_generated], key=lambda choice: mean_logprob(choice.tokens), reverse=True
+        )
         best += ranked[:num_returned]
     return best
-
-
-def _mean_logprob(choice: ChoiceText) -> float:
-    """An answer without tokens comes last."""
-    logprobs = [finite(token.logprobs.logprob) for token in choice.tokens if token.logprobs is not None]
-    return math.fsum(logprobs) / len(logprobs) if logprobs else -math.inf

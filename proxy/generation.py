@@ -18,8 +18,8 @@ from common.logging import log_event
 from common.messages import TokenLogprobs
 from common.sampling_params import SamplingParams
 from common.text.answer import Answer, AnswerDelta
+from common.text.bad_words import encode_bad_words
 from common.text.detokenizer import Detokenizer
-from proxy.bad_words import encode_bad_words
 from proxy.cluster import Cluster
 from proxy.dispatcher import Dispatcher, DispatchLimits, Job
 from proxy.openai_response import Usage

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.checkpoints.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from common.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -20,7 +21,6 @@ from common.errors import (
 )
 from common.text.chat_template import ChatTemplate, load_chat_template
 from common.text.tokenizer import TextTokenizer
-from proxy.sampling_defaults import SamplingDefaults, load_sampling_defaults
 
 _T = TypeVar("_T")
 _NUM_THREADS = 2

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config import NodeFlags
+from common.config import EngineFlags
 from common.engine.engine import Engine
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
@@ -47,7 +47,7 @@ class EngineParts:
     max_model_len: int
 
 
-def build_engine(model_dir: Path, flags: NodeFlags, *, with_head: bool) -> EngineParts:
+def build_engine(model_dir: Path, flags: EngineFlags, *, with_head: bool) -> EngineParts:
     """Raises ConfigError or CheckpointError when the model or a flag does not fit.
 
     with_head: False for a node that never samples and so needs no output head.
@@ -80,7 +80,7 @@ def resolve_max_model_len(wanted: int | None, config: ModelConfig) -> int:
     return wanted or longest
 
 
-def _scheduler_config(flags: NodeFlags, max_model_len: int, *, with_head: bool) -> SchedulerConfig:
+def _scheduler_config(flags: EngineFlags, max_model_len: int, *, with_head: bool) -> SchedulerConfig:
     """A node without a head preempts nobody and has no host pool, whatever the flags of its cluster say."""
     budget = flags.max_num_batched_tokens
     if not flags.enable_chunked_prefill and "max_num_batched_tokens" not in flags.model_fields_set:
@@ -97,7 +97,7 @@ def _scheduler_config(flags: NodeFlags, max_model_len: int, *, with_head: bool) 
     )
 
 
-def _warn_of_flags_without_effect(flags: NodeFlags, limits: SchedulerConfig) -> None:
+def _warn_of_flags_without_effect(flags: EngineFlags, limits: SchedulerConfig) -> None:
     if "gpu_memory_utilization" in flags.model_fields_set:
         log.warning(
             "--gpu-memory-utilization has no effect: this engine computes on the CPU, where"
@@ -118,7 +118,7 @@ def _load_and_measure(
     config: ModelConfig,
     layout: KVLayout,
     limits: SchedulerConfig,
-    flags: NodeFlags,
+    flags: EngineFlags,
     *,
     with_head: bool,
 ) -> tuple[Llama, MemoryUse]:

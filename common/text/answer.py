@@ -17,6 +17,7 @@ from common.text.detokenizer import Decoded, Detokenizer
 from common.text.stop import StopMatch, StopMatcher
 
 FinishReason = Literal["stop", "length"]
+_Unplaced = tuple[int, TokenLogprobs | None]
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,19 @@ class AnswerToken:
 class AnswerDelta:
     """A part of the answer that is certain. stop_reason: the stop string or token id that ended it.
 
-    trimmed_token_ids: generated tokens that ended the answer and are no part of it.
+    trimmed: generated tokens that ended the answer and are no part of it.
     """
 
     text: str = ""
     tokens: list[AnswerToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    trimmed_token_ids: list[int] = field(default_factory=list)
+    trimmed: list[AnswerToken] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
         """All that the model generated, those that ended the answer included."""
-        return [*(token.token_id for token in self.tokens), *self.trimmed_token_ids]
+        return [token.token_id for token in (*self.tokens, *self.trimmed)]
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.finish_reason)
@@ -80,7 +81,7 @@ class Answer:
         self._includes_stop = includes_stop
         self._end_token_ids = end_token_ids
         self._stop_token_ids = stop_token_ids
-        self._unplaced: deque[tuple[int, TokenLogprobs | None]] = deque()  # where they start is not known yet
+        self._unplaced: deque[_Unplaced] = deque()  # where they start is not known yet
         self._held: deque[AnswerToken] = deque()
         self._num_released = 0
         self.num_tokens = 0
@@ -91,10 +92,12 @@ class Answer:
         text: list[str] = []
         last = len(batch.token_ids) - 1
         for i, token_id in enumerate(batch.token_ids):
+            logprobs = batch.logprobs[i] if batch.logprobs else None
             is_end = i == last and self._is_end(token_id, batch)
             if is_end and not (self._includes_stop and self._detokenizer.shows(token_id)):
-                return self._finish_whole("".join(text), "stop", self._stop_reason(token_id), [token_id])
-            released, match = self._push_token(token_id, batch.logprobs[i] if batch.logprobs else None)
+                end = (token_id, logprobs)
+                return self._finish_whole("".join(text), "stop", self._stop_reason(token_id), end)
+            released, match = self._push_token(token_id, logprobs)
             text.append(released)
             if match is not None:
                 return self._finish_at_stop("".join(text), match)
@@ -123,25 +126,28 @@ class Answer:
         return released, match
 
     def _finish_whole(
-        self, text: str, reason: FinishReason, stop_reason: int | None = None, trimmed: Sequence[int] = ()
+        self, text: str, reason: FinishReason, stop_reason: int | None = None, end: _Unplaced | None = None
     ) -> AnswerDelta:
         """All held tokens belong to the answer, unless the very last text completes a stop string."""
         released, match = self._push_decoded(self._detokenizer.finish())
         if match is not None:
-            return self._finish_at_stop(text + released, match, trimmed)
+            return self._finish_at_stop(text + released, match, end)
         rest = self._matcher.finish()
         self._num_released += len(rest)
         self.is_finished = True
         tokens = self._release_tokens(also_empty=True)
-        return AnswerDelta(text + released + rest, tokens, reason, stop_reason, list(trimmed))
+        return AnswerDelta(text + released + rest, tokens, reason, stop_reason, self._trim(end))
 
-    def _finish_at_stop(self, text: str, match: StopMatch, trimmed: Sequence[int] = ()) -> AnswerDelta:
+    def _finish_at_stop(self, text: str, match: StopMatch, end: _Unplaced | None = None) -> AnswerDelta:
         """Held tokens that begin after the answer's end are no part of it. All are placed: any text places them."""
         self.is_finished = True
-        tokens = self._release_tokens()
-        after = [*(token.token_id for token in self._held), *trimmed]
+        return AnswerDelta(text, self._release_tokens(), "stop", match.stop, self._trim(end))
+
+    def _trim(self, end: _Unplaced | None) -> list[AnswerToken]:
+        """What is left of the outputs, the end token behind all."""
+        trimmed = [*self._held, *([AnswerToken(end[0], self._num_released, end[1])] if end else [])]
         self._held.clear()
-        return AnswerDelta(text, tokens, "stop", match.stop, after)
+        return trimmed
 
     def _release_tokens(self, *, also_empty: bool = False) -> list[AnswerToken]:
         tokens = []

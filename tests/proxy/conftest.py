@@ -22,7 +22,7 @@ from common.text.tokenizer import TextTokenizer
 from proxy.app import CLUSTER, AppSettings, build_app
 from proxy.cluster import Cluster
 from proxy.node_pool import NodePool
-from proxy.sampling_defaults import SamplingDefaults
+from common.checkpoints.sampling_defaults import SamplingDefaults
 from proxy.serving_model import ModelLimits, ServingModel
 from tests.proxy.scripted_node import EOS, MODEL, PATIENCE, Script, ScriptedNode, Wait, make_hello
 

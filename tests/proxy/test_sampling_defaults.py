@@ -11,7 +11,7 @@ import pytest
 
 from common import messages as m
 from common.errors import CheckpointError
-from proxy.sampling_defaults import SamplingDefaults, load_sampling_defaults
+from common.checkpoints.sampling_defaults import SamplingDefaults, load_sampling_defaults
 
 EOS = 2
 FILE = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05}

@@ -90,6 +90,10 @@ def test_batches_make_no_difference(
     assert not any(stop in text[: -len(stop_reason) if includes and stop_reason else None] for stop in stops)
 
 
+def trimmed_ids(delta: AnswerDelta) -> list[int]:
+    return [token.token_id for token in delta.trimmed]
+
+
 def tokens_of(tokenizer: TextTokenizer, ids: list[int], num_characters: int) -> list[int]:
     """Those that have a byte of the first characters of the text."""
     data = b"".join(tokenizer.piece(i).data for i in ids)
@@ -126,7 +130,7 @@ def test_a_stop_string_right_after_byte_tokens() -> None:
     assert [delta.text for delta in deltas] == ["", "", "", "日"]
     assert [token.token_id for delta in deltas for token in delta.tokens] == run_ids
     assert answer.num_tokens == 3
-    assert deltas[-1].trimmed_token_ids == [256]
+    assert [token.token_id for token in deltas[-1].trimmed] == [256]
 
 
 def test_a_stop_string_of_what_was_held_to_the_end(tokenizer: TextTokenizer) -> None:
@@ -146,11 +150,11 @@ def test_an_included_stop_token_is_the_last_part_if_it_shows(tokenizer: TextToke
     shown = tokenizer.token_text(STOP_TOKEN)
     [delta], answer = run(tokenizer, [*ids, STOP_TOKEN], [], [], "stop", includes_stop=True)
     assert (delta.text, delta.stop_reason) == (f"the fox{shown}", STOP_TOKEN)
-    assert (answer.num_tokens, delta.trimmed_token_ids) == (len(ids) + 1, [])
+    assert (answer.num_tokens, trimmed_ids(delta)) == (len(ids) + 1, [])
     [delta], answer = run(tokenizer, [*ids, EOS], [], [], "stop", includes_stop=True)
-    assert (delta.text, answer.num_tokens, delta.trimmed_token_ids) == ("the fox", len(ids), [EOS])
+    assert (delta.text, answer.num_tokens, trimmed_ids(delta)) == ("the fox", len(ids), [EOS])
     [delta], answer = run(tokenizer, [*ids, EOS], [], [], "stop", includes_stop=True, skip_special_tokens=False)
-    assert (delta.text, answer.num_tokens, delta.trimmed_token_ids) == ("the fox<|im_end|>", len(ids) + 1, [])
+    assert (delta.text, answer.num_tokens, trimmed_ids(delta)) == ("the fox<|im_end|>", len(ids) + 1, [])
 
 
 def test_a_stop_token_is_no_part_of_the_answer(tokenizer: TextTokenizer) -> None:
