@@ -66,7 +66,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 
 $(VENV)/.stamp-install: pyproject.toml $(VENV)/.stamp-torch
 	@echo "== installing Tandem"
-	@$(PIP) install -qq --editable '.[plot]'
+	@$(PIP) install -qq --editable '.[all]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-install

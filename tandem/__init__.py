@@ -6,6 +6,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from common.installation import missing_engine_text
+
 if TYPE_CHECKING:
     from common.offline.async_llm import AsyncLLM
     from common.offline.llm import LLM
@@ -36,6 +38,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("LLM", "AsyncLLM") and (text := missing_engine_text()) is not None:
+        raise ImportError(text)
     return getattr(import_module(f"common.offline.{_PLACES[name]}"), name)
 
 

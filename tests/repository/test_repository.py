@@ -56,9 +56,24 @@ def test_every_module_imports_alone() -> None:
 
 @pytest.mark.parametrize("module", ["proxy.app", "kvtransfer.client", "common.checkpoints.resolve", "tandem.serve"])
 def test_torch_stays_out_of_processes_that_do_not_compute(module: str) -> None:
-    script = f"import {module}, sys; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    not_declared = "{'torch', 'transformers', 'llguidance'}"
+    script = f"import {module}, sys; print(sorted({not_declared} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_without_torch_says_what_to_install(role: str) -> None:
+    script = (
+        "import importlib.util as u, runpy, sys\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name: None if name == 'torch' else find(name)\n"
+        f"runpy.run_module('{role}_node', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    expected = f"{role}: torch not installed: nodes and LLM need pip install 'tandem-serve[engine]'"
+    assert result.stderr.strip() == expected
 
 
 def test_transformers_does_not_take_our_kernels_for_the_package_it_probes() -> None:
@@ -84,7 +99,8 @@ def test_every_imported_distribution_is_declared() -> None:
     }
     distribution_of = {"zmq": "pyzmq", "pydantic_core": "pydantic", "flashinfer": "flashinfer-python"}
     extras = PYPROJECT["project"]["optional-dependencies"]
-    extra = {re.split(r"[<>=]", text)[0] for text in [*extras["cuda"], *extras["plot"]]}
+    of_users = [text for name, texts in extras.items() if name != "dev" for text in texts]
+    extra = {re.split(r"[<>=]", text)[0] for text in of_users}
     found: dict[str, str] = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
