@@ -1,6 +1,6 @@
-"""Who looks at a node's engine steps: its histograms always, a file with `--record-steps`.
+"""Who looks at a node's engine steps: its histograms and its traffic log always, a file with `--record-steps`.
 
-Both are called in the engine's thread and cost a step a few microseconds.
+All are called in the engine's thread and cost a step a few microseconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from common.config import NodeFlags
 from common.engine.engine import Engine
 from common.engine.step_log import StepLogHeader, StepRecorder
 from common.engine.step_record import StepRecord
+from common.engine.traffic_log import TrafficLog
 from common.messages import Role
 from common.metrics import ITERATION_TOKENS, STEP_SECONDS, Metrics
 
@@ -23,6 +24,7 @@ def observed_steps(engine: Engine, flags: NodeFlags, metrics: Metrics, node: str
     Raises ConfigError when the file of --record-steps cannot be written.
     """
     engine.observe_steps(StepMetrics(metrics, node, role))
+    engine.observe_steps(TrafficLog(role))
     if flags.record_steps is None:
         yield
         return
