@@ -79,6 +79,7 @@ class Admission:
         self._num_submitted = 0  # of them
         self._held_rows: list[np.ndarray] = []  # those that came before the reservation
         self._has_output = False  # the hidden state of the last token came
+        self._is_refused = False  # what came with this fetch was none: what follows has no place
         self._is_revoked = False
         self._is_over = False
 
@@ -140,7 +141,7 @@ class Admission:
             self.num_source_cached_tokens = max(self.num_source_cached_tokens, num_cached_tokens)
 
     def fetch_hidden(self, number: int, payload: bytes) -> None:
-        if number != self._fetch_number or self._is_over or self._has_output:
+        if number != self._fetch_number or self._is_over or self._has_output or self._is_refused:
             return
         rows = self._read_rows(payload)
         if rows is None:
@@ -164,6 +165,7 @@ class Admission:
                 request_id=self.request.request_id,
                 num_bytes=len(payload),
             )
+            self._is_refused = True
             if self._fetch is not None:
                 self._fetch.cancel()
             return None
@@ -217,6 +219,7 @@ class Admission:
             self._fall_back(0, "nothing left to fetch")
             return
         self._fetch_number += 1
+        self._is_refused = False
         if not self._has_output:  # they come anew
             self._num_hidden = self._num_submitted = 0
             self._held_rows.clear()

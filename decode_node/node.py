@@ -226,7 +226,7 @@ class DecodeNode:
 
     def _abort(self, message: m.Abort) -> None:
         compiling = self._compiling.get(message.request_id)
-        if compiling is not None and compiling.leg <= message.leg:
+        if compiling is not None and compiling.leg <= message.leg and message.choice is None:
             self._stop_compiling(message.request_id)
         leg = self._legs.get(message.request_id)
         if leg is not None and leg.number > message.leg:

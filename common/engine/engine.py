@@ -202,18 +202,16 @@ class Engine:
     def _end_failed(self, result: StepResult) -> list[Event]:
         """Requests for which the runner has a reason instead of an output; the others of the step go on."""
         found = [(self.scheduler.requests.get(request_id), why) for request_id, why in result.failed.items()]
-        failed = [(request, why) for request, why in found if request is not None]
-        for request, _ in failed:
-            self.scheduler.fail(request)
-        return [FailedEvent(request.request_id, why) for request, why in failed]
+        return [event for request, why in found if request is not None for event in self._fail_one(request, why)]
+
+    def _fail_one(self, request: Request, why: str) -> list[Event]:
+        ended = self.scheduler.fail(request)
+        return [] if ended is None else [FailedEvent(ended.request_id, why)]
 
     def _fail(self, batch: SchedulerOutput, error: Exception) -> list[Event]:
         self.scheduler.forget_swap_outs(batch)
-        events: list[Event] = []
-        for request in [*(rows.request for rows in batch.scheduled), *self.inbox.taken()]:
-            self.scheduler.fail(request)
-            events.append(FailedEvent(request.request_id, f"{type(error).__name__}: {error}"))
-        return events
+        requests = [*(rows.request for rows in batch.scheduled), *self.inbox.taken()]
+        return [event for one in requests for event in self._fail_one(one, f"{type(error).__name__}: {error}")]
 
     def _is_unwanted(self) -> bool:
         return bool(self._in_flight) and all(request_id in self._unwanted for request_id in self._in_flight)

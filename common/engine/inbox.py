@@ -76,19 +76,21 @@ class HiddenInbox:
 
     def take_prompt_rows(self) -> list[PromptRows]:
         found: list[PromptRows] = []
+        ends: dict[str, int] = {}  # how far the rows go that this step has of a request
         num_left = _MAX_PROMPT_ROWS
         while num_left and (item := self._pop_prompt_rows(num_left)) is not None:
             request_id, start, rows = item
             request = self._find(request_id)
             if request is None or request.status is RequestStatus.RUNNING:  # that one computes them itself
                 continue
-            if (num_known := request.num_scored_tokens - 1 - start) < 0:
+            if (num_known := ends.get(request_id, request.num_scored_tokens - 1) - start) < 0:
                 continue
             if start + len(rows) == request.num_prompt_tokens:
                 self.put(request_id, request.num_prompt_tokens, rows[-1])
                 rows = rows[:-1]
             if num_known < len(rows):  # a source that followed another began anew
                 found.append(PromptRows(request, start + num_known, rows[num_known:]))
+                ends[request_id] = start + len(rows)
                 num_left -= len(rows) - num_known
                 self._taken_requests.append(request)
         return found

@@ -32,6 +32,7 @@ from common.scheduling.limits import check_fits
 from common.scheduling.output import Booked, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
 from common.scheduling.preemption import PreemptionCosts, revoke_until_promised, youngest_behind
 from common.scheduling.queues import Queues, num_sequences
+from common.scheduling.stats import measure
 from common.scheduling.step_plan import StepPlan
 from common.scheduling.stop_rules import apply_stop_rules
 
@@ -423,10 +424,14 @@ class Scheduler:
             self._finish(prompt, FinishReason.STOP)
             booked.searches.append(prompt)
 
-    def fail(self, request: Request) -> None:
-        """Its step failed: the request ends."""
-        if request.request_id in self.requests:
-            self._finish(request, FinishReason.ERROR)
+    def fail(self, request: Request) -> Request | None:
+        """Its step failed: it ends. Returns what ended, None if that had ended before; a beam ends its search."""
+        if request.search is not None and request.parent is not None:
+            request = request.parent
+        if request.request_id not in self.requests:
+            return None
+        self._finish(request, FinishReason.ERROR)
+        return request
 
     def forget_swap_outs(self, batch: SchedulerOutput) -> None:
         """The step failed, perhaps before it copied their blocks: what it swapped out is computed again."""
@@ -480,26 +485,7 @@ class Scheduler:
 
     def stats(self) -> NodeStats:
         """Load now and counters; may be called from any thread (each number is right, all together nearly so)."""
-        queues, swap_space = self._queues, self.cache.swap_space
-        running, waiting, held = queues.running.snapshot(), queues.waiting.snapshot(), list(queues.held)
-        queued = sum(request.num_tokens for request in waiting if not request.wants_remote_kv)
-        return NodeStats(
-            num_running=num_sequences(running),
-            num_waiting=num_sequences(waiting),
-            num_waiting_for_kv=num_sequences(queues.reservations.snapshot()),
-            num_swapped=len(queues.swapped),
-            num_queued_tokens=queued + sum(request.num_remaining for request in running),
-            num_free_blocks=self.cache.num_free_blocks,
-            num_blocks=self.cache.pool.num_usable,
-            num_held_blocks=sum(len(self.cache.block_ids(request_id)) for request_id in held),
-            num_unused_slots=self.cache.num_unused_slots(),
-            num_host_blocks=swap_space.num_blocks,
-            num_free_host_blocks=swap_space.num_free,
-            prefix_cache_queries=self.cache.num_queried_tokens,
-            prefix_cache_hits=self.cache.num_hit_tokens,
-            num_preemptions=self.num_preemptions,
-            num_swap_preemptions=self.num_swap_preemptions,
-        )
+        return measure(self._queues, self.cache, self.num_preemptions, self.num_swap_preemptions)
 
     def check_integrity(self) -> None:
         """AssertionError unless queues, tables and pool agree."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from common.engine.async_engine import AsyncEngine
 from common.engine.engine import Engine
 from common.engine.events import Event
 from common.kv_layout import KVLayout
+from common.messages import TokenLogprobs
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
-from common.scheduling.output import CancelCheck, Inbox, SampledToken, SchedulerOutput, StepResult
+from common.scheduling.output import CancelCheck, Inbox, SampledToken, SchedulerOutput, Scored, StepResult
 from common.scheduling.scheduler import Scheduler
 
 WAIT_SECONDS = 20.0
@@ -26,6 +27,9 @@ WAIT_SECONDS = 20.0
 
 class ScriptedRunner:
     """Output i of request r is scripts[r][i], or 100 + i without a script. A hidden row samples what it says.
+
+    The token after position p of a prompt has log-probability -p, of rank 0; by a hidden row minus what that says, of
+    rank 1.
 
     gate: when set, a step waits there, between "layers", until it is opened or the step is cancelled.
     error: raised by the next step.
@@ -44,7 +48,11 @@ class ScriptedRunner:
         if self.gate is not None and not self._pass_gate(should_cancel):
             self.num_cancelled += 1
             return StepResult(is_cancelled=True)
-        sampled = {row.request.request_id: SampledToken(int(row.row[0])) for row in inbox.take()}
+        scored = [self._score(r.request, r.start, range(r.start, r.start + r.num_tokens), 0) for r in batch.scheduled]
+        scored += [self._score(r.request, r.start, r.rows[:, 0], 1) for r in inbox.take_prompt_rows()]
+        sampled = {
+            one.request_id: SampledToken(int(row.row[0])) for row in inbox.take() for one in row.request.samplers
+        }
         hidden = {}
         if self.error is not None:
             error, self.error = self.error, None
@@ -56,8 +64,28 @@ class ScriptedRunner:
                 if count:
                     hidden[request.request_id] = np.full((count, 2), rows.start, np.float32)
             elif rows.is_last_chunk:
-                sampled[request.request_id] = SampledToken(self._next(request))
-        return StepResult(sampled=sampled, hidden=hidden)
+                sampled |= {
+                    one.request_id: SampledToken(self._next(one), self._candidates(one)) for one in request.samplers
+                }
+        return StepResult(sampled=sampled, hidden=hidden, scored=[piece for piece in scored if piece.logprobs])
+
+    def _score(self, request: Request, start: int, values: Iterable[float], rank: int) -> Scored:
+        first = request.num_scored_tokens
+        if not request.is_scoring:
+            return Scored(request, first, [])
+        logprobs = [
+            TokenLogprobs(-float(value), rank=rank)
+            for position, value in enumerate(values, start + 1)
+            if first <= position < request.num_prompt_tokens
+        ]
+        return Scored(request, max(first, start + 1), logprobs)
+
+    def _candidates(self, request: Request) -> TokenLogprobs | None:
+        """Each of them less likely than the one before."""
+        if request.search is None:
+            return None
+        count = request.search.num_candidates
+        return TokenLogprobs(-1.0, list(range(100, 100 + count)), [-1.0 - i for i in range(count)])
 
     def _pass_gate(self, should_cancel: CancelCheck) -> bool:
         self.is_inside.set()

@@ -19,13 +19,20 @@ BLOCK = 16
 ROW = np.arange(4, dtype=np.float32)
 
 
+def _shown(arg: Any) -> str | int | list[int]:
+    """Of hidden states of a whole prompt, the token that each stands for (see `rows`)."""
+    if isinstance(arg, np.ndarray) and arg.ndim == 2:
+        return [int(row[0]) for row in arg]
+    return arg if isinstance(arg, str | int) else type(arg).__name__
+
+
 @dataclass
 class ScriptedEngine:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def record(*args: Any) -> None:
-            self.calls.append((name, *[a if isinstance(a, str | int) else type(a).__name__ for a in args]))
+            self.calls.append((name, *[_shown(arg) for arg in args]))
 
         return record
 
@@ -48,10 +55,10 @@ class ScriptedFetch:
 class Scene:
     """One admission with everything around it scripted."""
 
-    def __init__(self, num_tokens: int, num_sources: int = 1) -> None:
+    def __init__(self, num_tokens: int, num_sources: int = 1, params: SamplingParams | None = None) -> None:
         self.engine = ScriptedEngine()
         self.fetches: list[ScriptedFetch] = []
-        self.request = Request("r#1", list(range(num_tokens)), SamplingParams())
+        self.request = Request("r#1", list(range(num_tokens)), params or SamplingParams())
         self.admission = Admission(
             self.request,
             [Source(f"p{i}", ["tcp://127.0.0.1:1"]) for i in range(num_sources)],
@@ -242,3 +249,128 @@ def test_cached_tokens_of_the_source_are_noted() -> None:
     scene = Scene(40)
     scene.fetch.listener.accepted(32)
     assert scene.admission.num_source_cached_tokens == 32
+
+
+# --- hidden states of the whole prompt, for its log-probabilities -----------------------------------------------------
+
+SCORING = SamplingParams(prompt_logprobs=0)
+
+
+def rows(start: int, end: int) -> bytes:
+    """Hidden states of the tokens start .. end - 1."""
+    return np.array([[token, 0, 0, 0] for token in range(start, end)], np.float32).tobytes()
+
+
+def added(start: int, end: int) -> tuple[Any, ...]:
+    return ("add_prompt_hidden", "r#1", start, list(range(start, end)))
+
+
+def test_all_hidden_states_are_asked_for_and_handed_on_in_order() -> None:
+    scene = Scene(40, params=SCORING)
+    assert scene.fetch.request.hidden == "all"
+    scene.admission.reserved(0, blocks_for(40))
+    for start, end in ((0, 16), (16, 17), (17, 40)):
+        scene.fetch.listener.hidden(rows(start, end))
+    scene.fetch.listener.ended(num_complete_blocks=3, error=None)
+    assert scene.commands() == [added(0, 16), added(16, 17), added(17, 40), ("adopt", "r#1", 40)]
+
+
+def test_hidden_states_wait_for_the_reservation_in_order() -> None:
+    scene = Scene(40, params=SCORING)
+    scene.fetch.listener.hidden(rows(0, 16))
+    scene.fetch.listener.hidden(rows(16, 32))
+    assert scene.commands() == []
+    scene.admission.reserved(0, blocks_for(40))
+    scene.fetch.listener.hidden(rows(32, 40))
+    assert scene.commands() == [added(0, 16), added(16, 32), added(32, 40)]
+
+
+def test_a_prompt_of_one_token_needs_its_last_hidden_state_only() -> None:
+    assert Scene(1, params=SCORING).fetch.request.hidden == "last"
+
+
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_the_next_source_sends_all_hidden_states_anew(is_reserved: bool) -> None:
+    scene = Scene(100, num_sources=2, params=SCORING)
+    if is_reserved:
+        scene.admission.reserved(0, blocks_for(100))
+    scene.fetch.listener.hidden(rows(0, 48))
+    scene.fetch.listener.ended(num_complete_blocks=3 if is_reserved else 0, error="peer silent")
+    assert (len(scene.fetches), scene.fetch.request.hidden, len(scene.fetch.request.tokens)) == (2, "all", 100)
+    scene.fetch.listener.hidden(rows(0, 64))
+    if not is_reserved:
+        scene.admission.reserved(0, blocks_for(100))
+    scene.fetch.listener.hidden(rows(64, 100))
+    old = [added(0, 48)] if is_reserved else []
+    assert scene.commands() == [*old, added(0, 64), added(64, 100)]
+    assert scene.fetch.grants == [(3, [103, 104, 105, 106]) if is_reserved else (0, [*range(100, 107)])]
+
+
+def test_a_source_lost_after_all_hidden_states_is_followed_for_blocks_only() -> None:
+    scene = Scene(40, num_sources=2, params=SCORING)
+    scene.fetch.listener.hidden(rows(0, 40))
+    scene.fetch.listener.ended(num_complete_blocks=0, error="peer silent")
+    assert scene.fetch.request.hidden == "none"
+    scene.admission.reserved(0, blocks_for(40))
+    assert scene.commands() == [added(0, 40)], "they are kept"
+
+
+def test_the_last_source_lost_halfway_leaves_the_rest_to_the_engine() -> None:
+    scene = Scene(100, params=SCORING)
+    scene.admission.reserved(0, blocks_for(100))
+    scene.fetch.listener.hidden(rows(0, 40))
+    scene.fetch.listener.ended(num_complete_blocks=4, error="peer silent")
+    assert scene.commands() == [added(0, 40), ("adopt", "r#1", 64)]
+
+
+def test_a_revoked_fetch_begins_anew_with_its_hidden_states() -> None:
+    scene = Scene(40, params=SCORING)
+    scene.admission.reserved(0, blocks_for(40))
+    scene.fetch.listener.hidden(rows(0, 16))
+    scene.admission.revoked()
+    scene.fetch.listener.ended(num_complete_blocks=1, error="cancelled")
+    scene.admission.reserved(0, blocks_for(40))
+    scene.fetch.listener.hidden(rows(0, 40))
+    assert scene.commands() == [added(0, 16), ("release_reservation", "r#1"), added(0, 40)]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"123", rows(0, 3)[:-4], rows(0, 31)],
+    ids=["nothing", "no row", "not a multiple of a row", "more than there are tokens left"],
+)
+@pytest.mark.parametrize("num_sources", [1, 2])
+def test_a_payload_that_cannot_be_ends_that_fetch_only(payload: bytes, num_sources: int) -> None:
+    scene = Scene(40, num_sources=num_sources, params=SCORING)
+    scene.admission.reserved(0, blocks_for(40))
+    first = scene.fetch
+    first.listener.hidden(rows(0, 10))
+    first.listener.hidden(payload)
+    assert first.is_cancelled
+    first.listener.hidden(rows(20, 40))  # was on its way: whose place in the prompt would be a guess
+    assert scene.commands() == [added(0, 10)]
+    first.listener.ended(num_complete_blocks=1, error="cancelled")
+    if num_sources == 1:
+        assert scene.commands() == [added(0, 10), ("adopt", "r#1", 16)]
+        return
+    scene.fetch.listener.hidden(rows(0, 40))
+    scene.fetch.listener.ended(num_complete_blocks=3, error=None)
+    assert scene.commands() == [added(0, 10), added(0, 40), ("adopt", "r#1", 40)]
+
+
+@pytest.mark.parametrize("payload", [b"", ROW.tobytes() * 2, ROW.tobytes()[:-1]])
+def test_a_single_hidden_state_of_the_wrong_size_ends_its_fetch(payload: bytes) -> None:
+    scene = Scene(40)
+    scene.admission.reserved(0, blocks_for(40))
+    scene.fetch.listener.hidden(payload)
+    assert scene.fetch.is_cancelled
+    scene.fetch.listener.ended(num_complete_blocks=0, error="cancelled")
+    assert scene.commands() == [("adopt", "r#1", 0)]
+
+
+def test_hidden_states_after_the_end_are_dropped() -> None:
+    scene = Scene(40, params=SCORING)
+    scene.admission.reserved(0, blocks_for(40))
+    scene.admission.end()
+    scene.fetch.listener.hidden(rows(0, 40))
+    assert scene.commands() == []

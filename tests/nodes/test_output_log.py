@@ -60,3 +60,68 @@ def test_a_lost_proxy_takes_its_requests_along() -> None:
     log = logged(3)
     assert log.forget_proxy("p") == ["r"]
     assert not log.live("p")
+
+
+# --- several choices ------------------------------------------------------------------------------------------------
+
+
+def two_choices() -> OutputLog:
+    """Outputs 0 of both in message 1, then choice 1 ends in message 2; choice 0 goes on."""
+    log = OutputLog(keep_seconds=10.0)
+    log.open("p", "r", 1, [0, 1])
+    for choice, index, finish, sequence in ((0, 0, None, 1), (1, 0, None, 1), (1, 1, "stop", 2)):
+        log.record(
+            RequestOutput(request_id="r", leg=1, choice=choice, index=index, token_ids=[9], finish_reason=finish),
+            sequence=sequence,
+            now=0.0,
+        )
+    return log
+
+
+def kept(log: OutputLog, choice: int) -> list[int]:
+    return [output.index for output in log.outputs_from("r", 1, choice, 0)]
+
+
+def test_choices_are_kept_apart() -> None:
+    assert (kept(two_choices(), 0), kept(two_choices(), 1)) == ([0], [0, 1])
+
+
+def test_a_choice_that_has_ended_is_kept_while_others_go_on() -> None:
+    log = two_choices()
+    log.acknowledge("p", 99, now=99.0)
+    assert kept(log, 1) == [0, 1]
+
+
+def test_the_last_choice_to_end_says_what_must_be_acknowledged() -> None:
+    log = two_choices()
+    log.record(RequestOutput(request_id="r", leg=1, choice=0, index=1, finish_reason="length"), sequence=5, now=0.0)
+    log.acknowledge("p", 4, now=0.0)
+    assert log.live("p")
+    log.acknowledge("p", 5, now=0.0)
+    assert not log.live("p")
+
+
+def test_outputs_after_a_choices_end_are_not_kept() -> None:
+    log = two_choices()
+    log.record(RequestOutput(request_id="r", leg=1, choice=1, index=2, token_ids=[9]), sequence=3, now=0.0)
+    log.record(RequestOutput(request_id="r", leg=1, choice=7, index=0, token_ids=[9]), sequence=3, now=0.0)
+    assert (kept(log, 1), kept(log, 7)) == ([0, 1], [])
+
+
+def test_a_closed_choice_is_forgotten_and_the_other_waits_for_its_acknowledgement() -> None:
+    log = two_choices()
+    log.close_choice("r", 0)
+    assert (kept(log, 0), kept(log, 1)) == ([], [0, 1])
+    log.acknowledge("p", 1, now=0.0)
+    assert log.live("p")
+    log.acknowledge("p", 2, now=0.0)
+    assert not log.live("p")
+
+
+def test_the_last_choice_closed_forgets_the_request() -> None:
+    log = two_choices()
+    log.close_choice("r", 1)
+    assert log.live("p")
+    log.close_choice("r", 0)
+    assert not log.live("p")
+    log.close_choice("r", 0)

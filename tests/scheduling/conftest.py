@@ -240,3 +240,29 @@ def assert_empty() -> Callable[[Scheduler], None]:
         scheduler.check_integrity()
 
     return check
+
+
+@pytest.fixture
+def make_samples(make_request: Callable[..., Request]) -> Callable[..., tuple[Request, list[Request]]]:
+    """A prompt and its choices, as many as `lengths`; choice i has lengths[i] outputs."""
+
+    def make(lengths: Sequence[int], num_tokens: int = 20, **fields: object) -> tuple[Request, list[Request]]:
+        prompt = make_request(num_tokens, max(lengths), **fields)
+        prompt.choices = [
+            Request(f"{prompt.request_id}/{i}", prompt.prompt_token_ids, SamplingParams(max_tokens=length), choice=i)
+            for i, length in enumerate(lengths)
+        ]
+        return prompt, list(prompt.choices)
+
+    return make
+
+
+@pytest.fixture
+def make_scene(make_scheduler: Callable[..., Scheduler]) -> Callable[..., tuple[Scheduler, ShadowRunner]]:
+    """A scheduler as `make_scheduler` makes it, and its runner."""
+
+    def make(num_blocks: int = 100, **config: object) -> tuple[Scheduler, ShadowRunner]:
+        scheduler = make_scheduler(num_blocks, **config)
+        return scheduler, ShadowRunner(scheduler)
+
+    return make

@@ -65,6 +65,25 @@ def test_a_forked_partial_block_is_copied_by_the_first_writer_only(block_size):
     assert cache.pool.num_used == 0
 
 
+def test_missing_blocks_of_several_writers_are_what_their_writes_take():
+    """The last owner of a shared block writes in place; but while somebody only reads it, every writer needs a copy."""
+    cache = make_cache(20)
+    parent = Request("p", range(12))
+    cache.admit(parent, 12)
+    cache.mark_filled(parent, 12)
+    for name in "abc":
+        cache.fork(parent, Request(name, range(12)))
+    writes = [(name, 12, 13) for name in "abc"]
+    assert cache.num_missing_blocks(writes) == 3
+    cache.free("p")
+    num_missing = cache.num_missing_blocks(writes)
+    before = cache.num_free_blocks
+    for write in writes:
+        assert cache.prepare_write(*write) is not None
+    assert before - cache.num_free_blocks == num_missing == 2
+    cache.check_integrity()
+
+
 def test_no_room_to_copy_changes_nothing():
     cache = make_cache(3)
     parent, child = Request("p", range(11)), Request("c", range(11))
