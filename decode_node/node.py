@@ -208,10 +208,9 @@ class DecodeNode:
         """Raises OverloadedError or UnavailableError where another node may take it, otherwise why none can."""
         if self.is_draining:
             raise UnavailableError("this node is draining")
-        if self.num_live_requests + len(message.choices) > self._limits.max_requests:
-            raise OverloadedError(
-                f"{self.num_live_requests} requests are held, at most {self._limits.max_requests} may be"
-            )
+        num_held, search = self.num_live_requests, message.params.beam_search
+        if num_held + max(len(message.choices), search.width if search else 0) > self._limits.max_requests:
+            raise OverloadedError(f"{num_held} requests are held, at most {self._limits.max_requests} may be")
         numbers = [so_far.choice for so_far in message.choices]
         if len(set(numbers)) < len(numbers):
             raise InvalidRequestError(f"the choices {numbers} are not distinct")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common import metrics as names
 from common.clock import Clock, SystemClock
 from common.metrics import Metrics
+from proxy.traffic_log import Totals
 
 
 class RequestMetrics:
@@ -20,6 +21,7 @@ class RequestMetrics:
     def __init__(self, metrics: Metrics, clock: Clock | None = None) -> None:
         self.metrics = metrics
         self.clock = clock or SystemClock()
+        self.totals = Totals()
 
     def arrived(self, num_prompt_tokens: int, at: float) -> RequestTrace:
         """`at`: time on the clock when its first byte was read, before it was tokenized."""
@@ -39,6 +41,7 @@ class RequestTrace:
 
     def __init__(self, owner: RequestMetrics, num_prompt_tokens: int, arrived: float) -> None:
         self._metrics = owner.metrics
+        self._totals = owner.totals
         self._clock = owner.clock
         self._num_prompt_tokens = num_prompt_tokens
         self._arrived = arrived
@@ -63,8 +66,10 @@ class RequestTrace:
         if not count:
             return
         now, times = self._clock.now(), self._choices[choice]
+        self._totals.num_outputs += count
         if not self._has_outputs:
             self._has_outputs = True
+            self._totals.num_prompt_tokens += self._num_prompt_tokens
             self._observe(names.TTFT, now - self._arrived)
             self._observe(names.PREFILL_TIME, now - (self._placed or self._arrived))
         if times.last is None:
@@ -80,6 +85,7 @@ class RequestTrace:
         if times.is_ended:
             return
         times.is_ended = True
+        self._totals.num_ended += 1
         self._count_prompt()
         self._metrics.counter(names.REQUEST_SUCCESS, finished_reason=finish_reason).inc()
         self._metrics.counter(names.GENERATION_TOKENS).inc(num_generated_tokens)
