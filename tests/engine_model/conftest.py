@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from common.checkpoints.resolve import resolve_model
 from common.config import DEFAULT_MODEL, NodeFlags, parse
 from common.engine.build import EngineParts, build_engine
 from common.engine.engine import Engine
-from common.engine.events import FailedEvent, OutputEvent
+from common.engine.events import Event, FailedEvent, OutputEvent
 from common.request import Request
 from common.sampling_params import SamplingParams
 
@@ -52,17 +52,40 @@ class Generator:
     def add(self, prompt: list[int], *, fields: dict[str, Any] | None = None, **params: Any) -> Request:
         """params: of the sampling; fields: of the request."""
         self._number += 1
-        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **params})
-        request = Request(
-            f"r{self._number}",
-            prompt,
-            sampling,
-            stop_token_ids=frozenset() if sampling.ignore_eos else self._eos,
-            max_num_tokens=len(prompt) + (sampling.max_tokens or 10**6),
-            **(fields or {}),
-        )
+        request = self._make(f"r{self._number}", prompt, params, fields or {})
         self.engine.add(request)
         return request
+
+    def add_choices(self, prompt: list[int], numbers: Sequence[int], **params: Any) -> Request:
+        """One request for the answers of these numbers."""
+        name = f"r{self._number + 1}"
+        choices = [self._make(f"{name}/{number}", prompt, params, {"choice": number}) for number in numbers]
+        return self.add(prompt, fields={"choices": choices}, **params)
+
+    def finish(self, *requests: Request) -> list[Event]:
+        """Runs until all of them have ended; what was told meanwhile."""
+        events: list[Event] = []
+        while not all(request.is_finished for request in requests):
+            events += self.step()
+        return events
+
+    def step(self) -> list[Event]:
+        """One step, after which the books fit and nothing has failed."""
+        events = self.engine.step()
+        self.engine.scheduler.check_integrity()
+        assert not [event.error for event in events if isinstance(event, FailedEvent)]
+        return events
+
+    def _make(self, request_id: str, prompt: list[int], params: dict[str, Any], fields: dict[str, Any]) -> Request:
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **params})
+        return Request(
+            request_id,
+            prompt,
+            sampling,
+            stop_token_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
+            max_num_tokens=len(prompt) + (sampling.max_tokens or 10**6),
+            **fields,
+        )
 
 
 @lru_cache(maxsize=1)
@@ -73,10 +96,13 @@ def real_model_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama whose next token depends on all tokens before it; milliseconds a step."""
-    directory = tmp_path_factory.mktemp("tiny")
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), vocab_size=199)
+
+
+def make_tiny_model(directory: Path, vocab_size: int) -> Path:
     torch.manual_seed(11)
     config = LlamaConfig(
-        vocab_size=199,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
@@ -88,6 +114,12 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+@lru_cache(maxsize=2)
+def transformers_model(model_dir: Path) -> Any:
+    model: Any = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return model.eval()
 
 
 def build(model_dir: Path, *flags: str) -> EngineParts:

@@ -9,25 +9,8 @@ from typing import Any
 import pytest
 
 from common.request import Request
+from tests.engine_model.tiny import PROMPT, SAMPLINGS, STRANGER, Shortage
 
-PROMPT = [(i * 37 + 11) % 199 for i in range(43)]
-STRANGER = [(i * 53 + 7) % 199 for i in range(12)]
-SAMPLINGS = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 1.0, "top_p": 0.95, "top_k": 60, "seed": 5},
-    "everything": {
-        "temperature": 1.1,
-        "min_p": 0.01,
-        "seed": 6,
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.2,
-        "logit_bias": {7: 3.0, 9: -50.0},
-        "min_tokens": 10,
-        "bad_words_token_ids": ((11,), (7, 12)),
-        "allowed_token_ids": tuple(range(3, 190)),
-    },
-}
 NUM_OUTPUTS = 24
 
 
@@ -48,26 +31,6 @@ def right(tiny_model_dir: Any) -> dict[str, list[int]]:
     assert found["greedy"] != found["seeded"]
     assert len(set(found["greedy"])) > 5, "the model repeats itself: a lost token would not be noticed"
     return found
-
-
-class Shortage:
-    """No block is free for one request, once; so somebody behind it is preempted, by the scheduler's own rules."""
-
-    def __init__(self, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sufferer: str | None = None
-        self._prepare, self._missing = cache.prepare_write, cache.num_missing_blocks
-        self._cache = cache
-        monkeypatch.setattr(cache, "prepare_write", self.prepare_write)
-        monkeypatch.setattr(cache, "num_missing_blocks", self.num_missing_blocks)
-
-    def prepare_write(self, request_id: str, start: int, end: int) -> Any:
-        return None if request_id == self.sufferer else self._prepare(request_id, start, end)
-
-    def num_missing_blocks(self, writes: list[tuple[str, int, int]]) -> int:
-        if all(request_id != self.sufferer for request_id, _, _ in writes):
-            return int(self._missing(writes))
-        self.sufferer = None
-        return int(self._cache.num_free_blocks) + 1
 
 
 def run_preempted(one: Any, shortage: Shortage, sampling: str, steps: set[int] | None) -> tuple[Request, int]:

@@ -210,3 +210,17 @@ def test_uniform_is_a_pure_function_with_pinned_values() -> None:
     assert all(0.0 <= uniform(s, 0, i) < 1.0 for s in (-1, 0, 2**63 - 1, -(2**63)) for i in range(50))
     mean = sum(uniform(5, 0, i) for i in range(10_000)) / 10_000
     assert abs(mean - 0.5) < 0.01
+
+
+def test_a_row_of_a_beam_is_given_its_candidates_whatever_it_would_draw_with() -> None:
+    """Also more of them than the parameters ask for, or than there are; others of its kind draw as ever."""
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(9)).expand(4, -1)
+    hot = SamplingParams(temperature=2.0, seed=8, logprobs=1)
+    rows = [SamplingRow(hot, 0), SamplingRow(hot, 0, num_candidates=5), SamplingRow(hot, 0, num_candidates=50)]
+    drawn, few, every, plain = Sampler()(logits, [*rows, SamplingRow(SamplingParams(), 0, num_candidates=2)])
+    ranking = logits[0].argsort(descending=True).tolist()
+    assert drawn.token_id != ranking[0]
+    assert few.token_id == every.token_id == plain.token_id == ranking[0]
+    for token, count in ((drawn, 1), (few, 5), (every, 40), (plain, 2)):
+        assert token.logprobs is not None
+        assert token.logprobs.top_token_ids == ranking[:count]
