@@ -97,7 +97,7 @@ def test_every_imported_distribution_is_declared() -> None:
     declared = {
         re.split(r"[<>=\[]", text)[0].lower().replace("_", "-") for text in PYPROJECT["project"]["dependencies"]
     }
-    distribution_of = {"zmq": "pyzmq", "pydantic_core": "pydantic", "flashinfer": "flashinfer-python"}
+    distribution_of = {"zmq": "pyzmq", "pydantic_core": "pydantic", "yaml": "pyyaml", "flashinfer": "flashinfer-python"}
     extras = PYPROJECT["project"]["optional-dependencies"]
     of_users = [text for name, texts in extras.items() if name != "dev" for text in texts]
     extra = {re.split(r"[<>=]", text)[0] for text in of_users}
@@ -129,21 +129,14 @@ def test_make_serve_and_test_run_what_they_say() -> None:
 
 
 def test_commands_in_the_readme_parse() -> None:
-    from common.config import build_parser
-    from decode_node.config import DecodeConfig
-    from prefill_node.config import PrefillConfig
-    from proxy.config import ProxyConfig
-    from tandem.config import ServeConfig
-    from tandem.steps import make_parser as steps_parser
+    from tandem.cli import parser_of
 
-    configs = {"proxy": ProxyConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "serve": ServeConfig}
     text = (ROOT / "README.md").read_text()
     commands = re.findall(r"^tandem (\w+) +(.*?)(?:#.*)?$", text, re.MULTILINE)
     commands += [("serve", flags) for flags in re.findall(r'make serve ARGS="(.*?)"', text)]
     assert len(commands) >= 4
     for name, flags in commands:
-        parser = steps_parser() if name == "steps" else build_parser(configs[name])
-        parser.parse_args(flags.split())
+        parser_of(name).parse_args(flags.split())
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
