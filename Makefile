@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-long lint format bench bench-engine bench-sampling clean
+.PHONY: help serve install install-dev test test-long test-compose lint docs format bench bench-engine bench-sampling clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,11 +26,17 @@ test: install-dev  ## the fast suite, under ten minutes (one area: ARGS=tests/sc
 test-long: install-dev  ## the long grids and soaks, some twenty minutes
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not gpu" --timeout 1800 $(ARGS)
 
+test-compose: install-dev  ## compose.yaml for real: images, scaling, killed nodes; some minutes
+	PYTHON=$(BIN)/python deploy/test-compose.sh $(ARGS)
+
 lint: install-dev  ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: install-dev  ## writes the pages that are made of the code
+	PYTHONPATH=. $(BIN)/python docs/generate.py
 
 format: install-dev  ## mends what ruff can
 	$(BIN)/ruff check --fix .

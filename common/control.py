@@ -3,6 +3,7 @@
     dial -> Hello until Welcome -> joined: messages both ways, Status every heartbeat
     gap in the proxy's sequence, Rehello, or another proxy instance at the address -> Hello again, with a snapshot
     silence past the lease -> the proxy is lost: its requests are the node's to abort; Hello until it is back
+    handshake failed (another cluster secret, or one side has none) -> said in words, dialled again later
 
 `ProxyLink` decides and is pure; `ControlClient` owns the sockets. Neither knows what the messages ask for.
 """
@@ -17,15 +18,18 @@ from typing import Protocol
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from common import messages as m
 from common.clock import Clock, SystemClock
 from common.errors import PeerError
+from common.plane_security import CURVE_OVERHEAD_BYTES, HANDSHAKE_FAILURES, LOCAL_CONTROL, FailureLog, PlaneSecurity
 
 log = logging.getLogger(__name__)
 
 HELLO_INTERVAL_SECONDS = 0.5
 FIRST_LEASE_SECONDS = 5.0
+REDIAL_SECONDS = 1.0
 SEND_HIGH_WATER_MARK = 10_000
 
 
@@ -124,21 +128,37 @@ class ProxyLink:
 
 
 class _Connection:
-    def __init__(self, endpoint: str, socket: zmq.asyncio.Socket, link: ProxyLink) -> None:
+    """socket: None after a failed handshake, until it is dialled again. failure: what that meant, in words."""
+
+    def __init__(self, endpoint: str, link: ProxyLink) -> None:
         self.endpoint = endpoint
-        self.socket = socket
+        self.socket: zmq.asyncio.Socket | None = None
         self.link = link
         self.logged_refusal: str | None = None
+        self.failure: str | None = None
 
 
 class ControlClient:
-    """The node's control connections. All methods belong to the event loop that runs `run`."""
+    """The node's control connections. All methods belong to the event loop that runs `run`.
+
+    Raises ConfigError for an endpoint that `security` does not allow.
+    """
 
     def __init__(
-        self, instance_id: str, endpoints: Iterable[str], handler: ControlHandler, clock: Clock | None = None
+        self,
+        instance_id: str,
+        endpoints: Iterable[str],
+        handler: ControlHandler,
+        clock: Clock | None = None,
+        *,
+        security: PlaneSecurity = LOCAL_CONTROL,
     ) -> None:
         self._instance_id = instance_id
         self._endpoints = list(endpoints)
+        for endpoint in self._endpoints:
+            security.check(endpoint)
+        self._security = security
+        self._failures = FailureLog(log)
         self._handler = handler
         self._clock = clock or SystemClock()
         self._context = zmq.asyncio.Context()
@@ -147,16 +167,15 @@ class ControlClient:
 
     async def run(self) -> None:
         """Serves all connections until cancelled; then says nothing more (see `goodbye`)."""
-        self._connections = [self._dial(endpoint) for endpoint in self._endpoints]
+        now = self._clock.now()
+        self._connections = [_Connection(endpoint, ProxyLink(self._instance_id, now)) for endpoint in self._endpoints]
         log.info("waiting for the proxy at %s", ", ".join(self._endpoints))
         try:
             async with asyncio.TaskGroup() as group:
                 for connection in self._connections:
-                    group.create_task(self._receive(connection))
+                    group.create_task(self._keep_dialled(connection))
                     group.create_task(self._beat(connection))
         finally:
-            for connection in self._connections:
-                connection.socket.close(linger=200)
             self._connections = []
             self._context.destroy(linger=200)
 
@@ -179,22 +198,57 @@ class ControlClient:
 
     @property
     def refusals(self) -> list[str]:
-        return [c.link.refusal for c in self._connections if c.link.refusal]
+        """Why proxies that can be reached do not take this node."""
+        return [reason for c in self._connections if (reason := c.link.refusal or c.failure)]
 
-    def _dial(self, endpoint: str) -> _Connection:
+    async def _keep_dialled(self, connection: _Connection) -> None:
+        """After some kinds of failed handshake ZMQ never dials again, so this does, after all of them."""
+        while True:
+            connection.socket = self._dial(connection.endpoint)
+            try:
+                await self._use(connection, connection.socket)
+            finally:
+                connection.socket.close()
+                connection.socket = None
+            await asyncio.sleep(REDIAL_SECONDS)
+
+    async def _use(self, connection: _Connection, socket: zmq.asyncio.Socket) -> None:
+        """Until a handshake fails."""
+        monitor = socket.get_monitor_socket()  # that of `_dial`
+        receiving = asyncio.create_task(self._receive(connection, socket))
+        failing = asyncio.ensure_future(recv_monitor_message(monitor))
+        try:
+            await asyncio.wait({receiving, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                receiving.result()  # raises
+            event = failing.result()
+            proxy = f"the proxy at {connection.endpoint}"
+            connection.failure = self._security.dialling_failure(event["event"], event["value"], proxy)
+            self._failures.note(self._clock.now(), connection.failure)
+        finally:
+            for task in (receiving, failing):
+                task.cancel()
+            await asyncio.gather(receiving, failing, return_exceptions=True)
+            socket.disable_monitor()
+            monitor.close()
+
+    def _dial(self, endpoint: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
+        socket.get_monitor_socket(HANDSHAKE_FAILURES)  # before it can fail
+        self._security.secure_client(socket)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.connect(endpoint)
-        return _Connection(endpoint, socket, ProxyLink(self._instance_id, self._clock.now()))
+        return socket
 
-    async def _receive(self, connection: _Connection) -> None:
+    async def _receive(self, connection: _Connection, socket: zmq.asyncio.Socket) -> None:
         while True:
-            frames = await connection.socket.recv_multipart()
+            frames = await socket.recv_multipart()
+            connection.failure = None
             try:
                 envelope, message = m.decode_from_proxy(frames)
             except PeerError as error:
@@ -241,6 +295,8 @@ class ControlClient:
 
     def _send(self, connection: _Connection, message: m.NodeMessage) -> None:
         frames = m.encode(connection.link.envelope(), message)
+        if connection.socket is None:
+            return
         sent = connection.socket.send_multipart(frames, zmq.NOBLOCK)  # done at once: sent, or failed with Again
         assert isinstance(sent, asyncio.Future)
         if sent.exception() is not None:  # the sequence moved on: the proxy will see the gap and ask for a snapshot

@@ -21,6 +21,7 @@ from common.kv_layout import KVLayout
 from common.logging import configure_logging
 from common.metrics import Metrics, NodeSample, NodeStatsCollector
 from common.node_http import Readiness
+from common.plane_security import ClusterSecurity, load_cluster_security
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +31,21 @@ _F = TypeVar("_F", bound=NodeFlags)
 def run_node_process(config_class: type[_F], role: m.Role, run: Callable[[_F], Coroutine[Any, Any, None]]) -> None:
     """Parses the flags, runs the node, and ends with one clear line and status 1 when a user can mend the cause."""
     flags = parse(config_class, prog=f"{role}_node")
-    configure_logging(flags.log_level, role)
+    configure_logging(flags.log_level, role, log_format=flags.log_format)
     try:
         uvloop.run(run(flags))
     except TandemError as error:
         sys.exit(f"{role} node: {error.message}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
+
+
+def load_node_security(flags: NodeFlags) -> ClusterSecurity:
+    """Before anything slow, so that an address that is not allowed is refused at once. Raises ConfigError."""
+    security = load_cluster_security(flags)
+    for endpoint in flags.proxy:
+        security.control.check(endpoint)
+    return security
 
 
 def make_failure(loop: asyncio.AbstractEventLoop) -> tuple[asyncio.Future[None], Callable[[BaseException], None]]:

@@ -14,7 +14,14 @@ from common.engine.events import Event
 from common.engine.step_observers import observed_steps
 from common.grammar.compiler import GrammarCompiler
 from common.node_http import NodeHttpServer
-from common.node_process import make_failure, make_hello, make_readiness, node_metrics, run_node_process
+from common.node_process import (
+    load_node_security,
+    make_failure,
+    make_hello,
+    make_readiness,
+    node_metrics,
+    run_node_process,
+)
 from common.node_service import serve_until_stopped
 from decode_node.config import DecodeConfig
 from decode_node.grammars import Grammars
@@ -23,6 +30,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.node import DecodeNode
 from kvtransfer.client import FetchClient
 from kvtransfer.metrics import TransferCollector
+from kvtransfer.transports.registry import TransportSet
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +43,18 @@ async def run(flags: DecodeConfig) -> None:
     """Until a signal stops it. Raises TandemError when it cannot start."""
     instance_id = m.new_instance_id()
     failure, report_failure = make_failure(asyncio.get_running_loop())
+    security = load_node_security(flags)
     model_dir = resolve_model(flags.model)
     parts = await asyncio.to_thread(build_engine, model_dir, flags, with_head=True)
     config = parts.model_config
     grammars = Grammars(GrammarCompiler(model_dir, config.vocab_size, config.eos_token_ids).compile)
-    client = FetchClient(parts.layout, parts.kv_cache.memory, instance_id, flags.lease_seconds)
+    client = FetchClient(
+        parts.layout,
+        parts.kv_cache.memory,
+        instance_id,
+        flags.lease_seconds,
+        transports=TransportSet(security=security.fetch),
+    )
 
     def on_events(events: list[Event]) -> None:
         node.post(node.engine_events, events)
@@ -69,7 +84,7 @@ async def run(flags: DecodeConfig) -> None:
         grammars=grammars,
         queue_seconds=flags.queue_seconds,
     )
-    control = ControlClient(instance_id, flags.proxy, node)
+    control = ControlClient(instance_id, flags.proxy, node, security=security.control)
 
     with observed_steps(parts.engine, flags, metrics, instance_id, "decode"):
         client.start()

@@ -52,7 +52,7 @@ class FetchClient:
     """Fetches blocks into `memory`, the bytes of the whole pool, writable.
 
     window_bytes: how much a server may have on the way for one fetch. idle_seconds: after so long without a fetch a
-    connection is closed. transports: by scheme, instead of the usual ones.
+    connection is closed. transports: instead of the usual ones, which reach this machine only.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""What endpoints say: schemes, loopback or not, which one a client tries first. Opens nothing."""
+"""What endpoints say: schemes, what peers are to dial, which one a client tries first. Opens nothing."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import stat
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError
+from common.plane_security import tcp_host
 
 _WILDCARDS = {"*", "0.0.0.0", "::"}
 
@@ -20,19 +20,12 @@ def scheme_of(endpoint: str) -> str:
     return scheme
 
 
-def tcp_host(endpoint: str) -> str:
-    """Host of a tcp endpoint, without brackets."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    return host.strip("[]")
+def tcp_endpoint(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def require_local(endpoint: str) -> None:
-    """Raises ConfigError when other hosts could reach this tcp endpoint."""
-    if scheme_of(endpoint) == "tcp" and not _is_loopback(tcp_host(endpoint)):
-        raise ConfigError(
-            f"fetch endpoint {endpoint} is reachable from other hosts and not encrypted; "
-            "bind 127.0.0.1, or allow remote peers explicitly"
-        )
+def is_wildcard(host: str) -> bool:
+    return host in _WILDCARDS
 
 
 def advertised(bound: str, host: str | None) -> str:
@@ -40,11 +33,12 @@ def advertised(bound: str, host: str | None) -> str:
     if scheme_of(bound) != "tcp":
         return bound
     if host is None:
-        if tcp_host(bound) in _WILDCARDS:
+        if is_wildcard(tcp_host(bound)):
             raise ConfigError(f"fetch endpoint {bound} is bound to every address; say which host peers are to dial")
         return bound
     port = urlsplit(bound.replace("*", "0.0.0.0", 1)).port
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    assert port is not None  # of an address that is bound
+    return tcp_endpoint(host, port)
 
 
 def in_dialing_order(endpoints: Sequence[str]) -> list[str]:
@@ -53,18 +47,10 @@ def in_dialing_order(endpoints: Sequence[str]) -> list[str]:
     return sorted(reachable, key=lambda endpoint: not endpoint.startswith("ipc://"))
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _is_socket(path: str) -> bool:
     try:
-        mode = os.stat(path).st_mode
+        status = os.stat(path)
     except OSError:
         return False
-    return stat.S_ISSOCK(mode) and os.access(path, os.R_OK | os.W_OK)
+    # Another user's may be of somebody who took the name of a server that is gone.
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid() and os.access(path, os.R_OK | os.W_OK)

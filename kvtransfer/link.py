@@ -149,6 +149,8 @@ class Link:
         parts = encode(frame)
         if self._connection.send(parts):
             self._stats.num_bytes_sent += num_bytes(parts)
+        elif (lost_reason := self._connection.lost_reason()) is not None:  # ZMQ has no room for one that is lost either
+            self._lose(now, lost_reason)
         else:
             text = f"instance {self.source.instance_id} does not read what it is sent"
             self._disconnect(now, Disconnect(FailCode.CONNECTION_LOST, text))

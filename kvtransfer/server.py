@@ -15,7 +15,7 @@ import zmq
 
 from common.clock import Clock, SystemClock
 from common.errors import PeerError
-from kvtransfer.endpoints import advertised, require_local
+from kvtransfer.endpoints import advertised
 from kvtransfer.frames import MAX_HEADER_BYTES, Buffer, decode_from_client, encode, num_bytes
 from kvtransfer.layout_plan import LayoutPlan
 from kvtransfer.mailbox import Mailbox
@@ -40,8 +40,8 @@ _Act = Callable[[float], list[ServerEffect]]
 class FetchServer:
     """Serves a store's blocks at `endpoints` (tcp://HOST:PORT, ipc://PATH, ipc://*; port 0 picks a free one).
 
-    allow_remote: bind addresses that other hosts can reach, unencrypted. advertise_host: what peers are to dial
-    instead of the bound host. transports: by scheme, instead of the usual ones.
+    advertise_host: what peers are to dial instead of the bound host. transports: instead of the usual ones, which serve
+    this machine only.
     """
 
     def __init__(
@@ -55,14 +55,10 @@ class FetchServer:
         hold_seconds: float = 30.0,
         limits: ServerLimits | None = None,
         num_layer_groups: int = 1,
-        allow_remote: bool = False,
         advertise_host: str | None = None,
         transports: TransportSet | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if not allow_remote:
-            for endpoint in endpoints:
-                require_local(endpoint)
         times = FetchTimes(lease_seconds, progress_seconds, hold_seconds)
         self.stats = TransferStats()
         self._store = store
@@ -90,7 +86,10 @@ class FetchServer:
         return self._thread.is_alive()
 
     def start(self) -> list[str]:
-        """Binds and begins to serve; returns the endpoints to tell peers. Raises ConfigError when one is taken."""
+        """Binds and begins to serve; returns the endpoints to tell peers.
+
+        Raises ConfigError when one is taken or not allowed.
+        """
         try:
             for transport, endpoints in self._transports.group(self._wanted_endpoints):
                 self._ports.append(transport.bind(endpoints, MAX_HEADER_BYTES))

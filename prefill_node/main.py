@@ -14,10 +14,20 @@ from common.engine.build import build_engine
 from common.engine.events import Event
 from common.engine.step_observers import observed_steps
 from common.node_http import NodeHttpServer
-from common.node_process import make_failure, make_hello, make_readiness, node_metrics, run_node_process
+from common.node_process import (
+    load_node_security,
+    make_failure,
+    make_hello,
+    make_readiness,
+    node_metrics,
+    run_node_process,
+)
 from common.node_service import serve_until_stopped
+from kvtransfer.endpoints import tcp_endpoint
 from kvtransfer.metrics import TransferCollector
+from kvtransfer.own_address import host_for_peers
 from kvtransfer.server import FetchServer
+from kvtransfer.transports.registry import TransportSet
 from prefill_node.config import PrefillConfig
 from prefill_node.engine_store import EngineStore
 from prefill_node.node import PrefillNode
@@ -33,6 +43,10 @@ async def run(flags: PrefillConfig) -> None:
     """Until a signal stops it. Raises TandemError when it cannot start."""
     instance_id = m.new_instance_id()
     failure, report_failure = make_failure(asyncio.get_running_loop())
+    security = load_node_security(flags)
+    fetch_endpoint = tcp_endpoint(flags.fetch_host, flags.fetch_port)
+    security.fetch.check(fetch_endpoint)
+    advertise_host = await asyncio.to_thread(host_for_peers, flags.fetch_host, flags.advertise_host, flags.proxy)
     parts = await asyncio.to_thread(build_engine, resolve_model(flags.model), flags, with_head=False)
 
     def on_events(events: list[Event]) -> None:
@@ -43,9 +57,11 @@ async def run(flags: PrefillConfig) -> None:
     server = FetchServer(
         store,
         instance_id,
-        [f"tcp://{flags.fetch_host}:{flags.fetch_port}", "ipc://*"],
+        [fetch_endpoint, "ipc://*"],
         flags.lease_seconds,
         hold_seconds=flags.hold_seconds,
+        advertise_host=advertise_host,
+        transports=TransportSet(security=security.fetch),
     )
     metrics = node_metrics("prefill", flags, instance_id, parts.layout, engine.stats)
     metrics.registry.register(TransferCollector(server.stats, "server"))
@@ -65,7 +81,7 @@ async def run(flags: PrefillConfig) -> None:
                 fetch_endpoints=endpoints,
             )
             node = PrefillNode(store, stats=engine.stats, hello=hello, reset_prefix_cache=engine.reset_prefix_cache)
-            control = ControlClient(instance_id, flags.proxy, node)
+            control = ControlClient(instance_id, flags.proxy, node, security=security.control)
             http = NodeHttpServer(
                 flags.host,
                 flags.port,

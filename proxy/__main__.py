@@ -24,9 +24,9 @@ from common.errors import TandemError, UnavailableError
 from common.logging import configure_logging, log_event
 from common.model_config import load_model_config
 from common.node_http import listen_error
+from common.plane_security import PlaneSecurity, load_cluster_security
 from proxy.app import CLUSTER, LIFECYCLE, AppSettings, build_app
 from proxy.config import ProxyConfig
-from proxy.control import check_control_endpoint
 from proxy.generation import SHUTTING_DOWN
 from proxy.node_pool import NodePool
 from proxy.serving_model import ModelLimits, ServingModel, load_serving_model
@@ -42,23 +42,24 @@ DRAIN_POLL_SECONDS = 0.05
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 after a signal, 1 when it could not start or the control plane failed, 2 for a wrong flag."""
     config = parse(ProxyConfig, argv, prog="python -m proxy")
-    configure_logging(config.log_level, "proxy")
+    configure_logging(config.log_level, "proxy", log_format=config.log_format)
     try:
-        check_control_endpoint(config.control_endpoint, allow_insecure=config.allow_insecure_control)
-        uvloop.run(serve(config))
+        security = load_cluster_security(config).control
+        security.check(config.control_endpoint)
+        uvloop.run(serve(config, security))
     except TandemError as error:
         print(f"proxy: {error.message}", file=sys.stderr)
         return 1
     return 0
 
 
-async def serve(config: ProxyConfig) -> None:
+async def serve(config: ProxyConfig, security: PlaneSecurity) -> None:
     """Serves until SIGTERM or SIGINT; raises TandemError when something it needs is not there."""
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
     model, pool = _load_model(config)
-    app = await build_app(model, pool, _settings(config))
+    app = await build_app(model, pool, _settings(config, security))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     try:
@@ -97,9 +98,10 @@ def _log_defaults(defaults: SamplingDefaults) -> None:
         log_event(log, "sampling_defaults", **fields)
 
 
-def _settings(config: ProxyConfig) -> AppSettings:
+def _settings(config: ProxyConfig, security: PlaneSecurity) -> AppSettings:
     return AppSettings(
         control_endpoint=config.control_endpoint,
+        control_security=security,
         api_key=config.api_key.get_secret_value() if config.api_key else None,
         admission=config.admission_limits,
         dispatch=config.dispatch_limits,

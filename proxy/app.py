@@ -16,6 +16,7 @@ from aiohttp.typedefs import Middleware
 
 from common.logging import log_event
 from common.metrics import Metrics, NodeStatsCollector
+from common.plane_security import LOCAL_CONTROL, PlaneSecurity
 from proxy import middleware
 from proxy.admission import Admission, AdmissionLimits
 from proxy.cluster import Cluster
@@ -25,6 +26,7 @@ from proxy.node_pool import NodePool
 from proxy.request_metrics import RequestMetrics
 from proxy.routes import Routes
 from proxy.serving_model import ServingModel
+from proxy.traffic_log import Load, TrafficLog
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class AppSettings:
     """What the application needs to know beside the model; `ProxyConfig` makes one from flags."""
 
     control_endpoint: str
+    control_security: PlaneSecurity = LOCAL_CONTROL
     api_key: str | None = None
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     dispatch: DispatchLimits = field(default_factory=DispatchLimits)
@@ -61,6 +64,7 @@ async def build_app(model: ServingModel, pool: NodePool, settings: AppSettings) 
     admission = Admission(pool, settings.admission)
     cluster = Cluster(
         endpoint=settings.control_endpoint,
+        security=settings.control_security,
         pool=pool,
         admission=admission,
         metrics=metrics,
@@ -70,10 +74,11 @@ async def build_app(model: ServingModel, pool: NodePool, settings: AppSettings) 
     collector = NodeStatsCollector(model.name, cluster.node_samples, lambda: admission.num_waiting)
     metrics.registry.register(collector)
     lifecycle = Lifecycle()
+    request_metrics = RequestMetrics(metrics)
     routes = Routes(
         model=model,
         cluster=cluster,
-        generator=Generator(model, cluster, RequestMetrics(metrics), settings.dispatch),
+        generator=Generator(model, cluster, request_metrics, settings.dispatch),
         registry=metrics.registry,
         is_stopping=lambda: lifecycle.is_stopping,
         started=int(time.time()),
@@ -85,6 +90,11 @@ async def build_app(model: ServingModel, pool: NodePool, settings: AppSettings) 
     app.add_routes(routes.table())
     app.on_response_prepare.append(middleware.add_request_id)
     app.cleanup_ctx.append(_run_cluster)
+    app.cleanup_ctx.append(
+        _run_traffic_log(
+            TrafficLog(request_metrics.totals, lambda: Load(cluster.num_requests, admission.num_waiting, len(pool)))
+        )
+    )
     app.cleanup_ctx.append(_own_model(model))
     return app
 
@@ -104,6 +114,16 @@ async def _run_cluster(app: web.Application) -> AsyncIterator[None]:
     yield
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def _run_traffic_log(traffic: TrafficLog) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def run(_: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(traffic.run(), name="traffic log")
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    return run
 
 
 def _own_model(model: ServingModel) -> Callable[[web.Application], AsyncIterator[None]]:

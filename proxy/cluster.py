@@ -20,6 +20,7 @@ from common.clock import Clock, SystemClock
 from common.errors import PeerError, TandemError
 from common.logging import log_event
 from common.metrics import BAD_MESSAGES, NODES, Metrics, NodeSample
+from common.plane_security import LOCAL_CONTROL, PlaneSecurity
 from proxy.admission import Admission
 from proxy.control import MAX_LINKS, ControlSocket, Link
 from proxy.node_pool import NodePool
@@ -77,6 +78,7 @@ class Cluster:
         pool: NodePool,
         admission: Admission,
         metrics: Metrics,
+        security: PlaneSecurity = LOCAL_CONTROL,
         heartbeat_seconds: float = 1.0,
         lease_seconds: float = 5.0,
         clock: Clock | None = None,
@@ -95,7 +97,7 @@ class Cluster:
         self._link_of: dict[str, Link] = {}  # joined nodes, by instance id
         self._num_resets = 0
         self._resets_at_join: dict[str, int] = {}  # by instance id: what came before need not be told
-        self._socket = ControlSocket(endpoint, self.instance_id, self.received, self.received_bad)
+        self._socket = ControlSocket(endpoint, self.instance_id, self.received, self.received_bad, security)
 
     @property
     def endpoint(self) -> str:

@@ -6,21 +6,18 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, SecretStr, field_validator
 
-from common.config import DEFAULT_CONTROL_ENDPOINT, ModelFlags, Port
+from common.config import DEFAULT_CONTROL_ENDPOINT, ClusterFlags, ModelFlags, Port
 from common.config import check_endpoints as check_is_endpoint
 from proxy.admission import AdmissionLimits
 from proxy.dispatcher import DispatchLimits
 
 
-class ProxyConfig(ModelFlags):
+class ProxyConfig(ModelFlags, ClusterFlags):
     """Tandem's proxy: serves the OpenAI API over HTTP, and sends requests to the nodes that dial it."""
 
     host: str = Field("127.0.0.1", description="address of the HTTP server")
     port: Port = Field(8000, description="port of the HTTP server; 0 takes any free one")
     control_endpoint: str = Field(DEFAULT_CONTROL_ENDPOINT, description="where nodes dial in, tcp:// or ipc://")
-    allow_insecure_control: bool = Field(
-        False, description="allow a control endpoint beyond this machine; control messages are not encrypted"
-    )
     api_key: SecretStr | None = Field(
         None, min_length=1, description="key that clients must send; better given as TANDEM_API_KEY"
     )

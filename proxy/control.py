@@ -1,7 +1,8 @@
 """The proxy's end of the control connections: one ROUTER socket that nodes dial, and the order of messages on each.
 
 A `Link` is one connection of one node; it counts sequences and finds gaps. `ControlSocket` sends and receives and knows
-nothing of what messages mean. Sends never wait: what cannot be sent now is reported as not sent.
+nothing of what messages mean. Sends never wait: what cannot be sent now is reported as not sent. With a cluster secret
+only nodes that have it get as far as sending; who failed to is said in the log.
 """
 
 from __future__ import annotations
@@ -14,10 +15,19 @@ from typing import cast
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from common import messages as m
+from common.clock import SystemClock
 from common.errors import ConfigError, PeerError
 from common.logging import log_event
+from common.plane_security import (
+    CURVE_OVERHEAD_BYTES,
+    HANDSHAKE_FAILURES,
+    LOCAL_CONTROL,
+    FailureLog,
+    PlaneSecurity,
+)
 
 log = logging.getLogger(__name__)
 
@@ -63,22 +73,34 @@ Refused = Callable[[bytes, PeerError], None]
 
 
 class ControlSocket:
-    """Binds `endpoint`; raises ConfigError when it cannot. Belongs to one event loop.
+    """Binds `endpoint`; raises ConfigError when it cannot, or may not without a secret. Belongs to one event loop.
 
     on_message, on_bad_message: called on the loop with the routing id of the connection; must not block.
     """
 
-    def __init__(self, endpoint: str, instance_id: str, on_message: Received, on_bad_message: Refused) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        instance_id: str,
+        on_message: Received,
+        on_bad_message: Refused,
+        security: PlaneSecurity = LOCAL_CONTROL,
+    ) -> None:
+        security.check(endpoint)
+        self._security = security
         self._instance_id = instance_id
         self._on_message = on_message
         self._on_bad_message = on_bad_message
         self._context = zmq.asyncio.Context()
+        self._allow_list = security.start_allow_list(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
+        self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILURES)
+        security.secure_server(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -92,6 +114,17 @@ class ControlSocket:
 
     async def run(self) -> None:
         """Hands every message to `on_message` until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._receive())
+            group.create_task(self._report_failures())
+
+    async def _report_failures(self) -> None:
+        failures, clock = FailureLog(log), SystemClock()
+        while True:
+            event = await recv_monitor_message(self._monitor)
+            failures.note(clock.now(), self._security.serving_failure(event["event"], event["value"], self.endpoint))
+
+    async def _receive(self) -> None:
         while True:
             routing_id, *frames = await self._socket.recv_multipart()
             try:
@@ -119,20 +152,9 @@ class ControlSocket:
 
     def close(self) -> None:
         """The last aborts get a moment to leave; a node that is gone does not hold us up for longer."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=CLOSE_LINGER_MILLISECONDS)
+        if self._allow_list is not None:
+            self._allow_list.stop()
         self._context.term()
-
-
-def check_control_endpoint(endpoint: str, *, allow_insecure: bool) -> None:
-    """Control messages carry prompts and are not encrypted: beyond this machine only when asked for.
-
-    Raises ConfigError.
-    """
-    if endpoint.startswith("ipc://") or allow_insecure:
-        return
-    host = endpoint.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
-    if host not in ("127.0.0.1", "::1", "localhost"):
-        raise ConfigError(
-            f"--control-endpoint {endpoint} can be reached from other machines, and the connection is not encrypted; "
-            "bind 127.0.0.1, or add --allow-insecure-control on a network that you trust"
-        )

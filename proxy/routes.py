@@ -25,6 +25,7 @@ from proxy.best_of import select_best
 from proxy.cluster import Cluster
 from proxy.generation import Generation, Generator
 from proxy.middleware import error_body, request_id_of
+from proxy.node_pool import Node
 from proxy.openai_response import ChatFormat, ChoiceText, CompletionFormat, PromptTokens, ReplyFormat, ReplyHead
 from proxy.openai_schema import (
     DEFAULT_COMPLETION_TOKENS,
@@ -77,6 +78,7 @@ class Routes:
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
             web.get("/version", self.version),
+            web.get("/nodes", self.nodes),
             web.post("/reset_prefix_cache", self.reset_prefix_cache),
         ]
 
@@ -245,6 +247,28 @@ class Routes:
 
     # --- operation --------------------------------------------------------------------------------------------------
 
+    async def nodes(self, _: web.Request) -> web.Response:
+        """The nodes that are joined, as their last Status says, for `tandem status`."""
+        pool = self.cluster.pool
+        body = {
+            "model": self.model.name,
+            "is_ready": pool.is_ready and not self.is_stopping(),
+            "num_queued": self.cluster.admission.num_waiting,
+            "nodes": [_node_entry(node) for node in pool],
+        }
+        return json_response(body)
+
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         """Empties the prefix cache of every node; nothing that was cached before is found after the answer."""
         return json_response({"status": "ok", "num_nodes": await self.cluster.reset_prefix_caches()})
+
+
+def _node_entry(node: Node) -> dict[str, Any]:
+    health = "draining" if node.is_draining else "paused" if node.is_paused else "joined"
+    return {
+        "node": node.instance_id,
+        "role": node.role,
+        "health": health,
+        "max_num_seqs": node.hello.max_num_seqs,
+        "stats": msgspec.to_builtins(node.stats),
+    }

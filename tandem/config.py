@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from common.config import EngineFlags, Port
+from common.config import ClusterFlags, EngineFlags, Port
 
 
 def split_arguments(value: object) -> object:
@@ -19,7 +19,7 @@ def split_arguments(value: object) -> object:
 Arguments = Annotated[list[str], NoDecode, BeforeValidator(split_arguments)]
 
 
-class ServeConfig(EngineFlags):
+class ServeConfig(EngineFlags, ClusterFlags):
     """Starts a proxy, prefill nodes and decode nodes on this machine, watches them, and stops them together."""
 
     prefill: int = Field(1, ge=0, le=64, description="number of prefill nodes; with 0 decode nodes prefill themselves")

@@ -13,13 +13,14 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
 from common.checkpoints.cache import default_cache_dir
 from common.checkpoints.resolve import resolve_model
-from common.config import EngineFlags, parse, to_flags
+from common.command_line import CONFIG_FLAG, Resolved, flag_name, read_config, to_flags
+from common.config import ClusterFlags, EngineFlags
 from common.errors import ConfigError, TandemError
 from common.logging import configure_logging
 from common.node_http import listen_error
@@ -28,19 +29,34 @@ from tandem.config import ServeConfig
 from tandem.supervisor import Supervisor
 
 _CONTROL_PORT: Final = 8100
+_DECIDED: Final = {
+    "proxy": {"model", "served_model_name", "host", "port", "control_endpoint"},
+    "prefill": {"model", "served_model_name", "proxy", "host", "port", "fetch_port"},
+    "decode": {"model", "served_model_name", "proxy", "host", "port", "fetch_port"},
+}
 _MEMORY_OF_NODES: Final = 0.8
 _EXIT_SECONDS: Final = 1.0  # beyond its drain, for a process to leave by itself
-_PASSED_ON = set(EngineFlags.model_fields) - {"model", "served_model_name", "num_threads", "record_steps"}
+_SHARED: Final = set(ClusterFlags.model_fields)  # with the proxy too
+_PASSED_ON: Final = (_SHARED | set(EngineFlags.model_fields)) - {
+    "model",
+    "served_model_name",
+    "num_threads",
+    "cpu_memory_utilization",
+    "record_steps",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 after Ctrl-C or SIGTERM, 1 when the service could not start or go on."""
-    config = parse(ServeConfig, argv, prog="tandem serve")
-    configure_logging(config.log_level, "serve")
+    resolved = read_config(ServeConfig, argv, prog="tandem serve")
+    config = resolved.config
+    configure_logging(config.log_level, "serve", log_format=config.log_format)
     try:
         model = resolve_model(config.model)
         port = available_port(config.host, config.port)
-        specs = make_specs(config, model, port, config.control_endpoint or _control_endpoint())
+        specs = make_specs(resolved, model, port, config.control_endpoint or _control_endpoint())
+        for line in ignored_keys(resolved):
+            _report(line)
         return asyncio.run(run(config, specs, _make_log_dir(config, port)))
     except TandemError as error:
         _report(f"tandem serve: {error.message}")
@@ -70,34 +86,75 @@ async def run(config: ServeConfig, specs: Sequence[ChildSpec], log_dir: Path) ->
     return 0
 
 
-def make_specs(config: ServeConfig, model: Path, port: int, control: str) -> list[ChildSpec]:
-    """The command line of every process."""
-    names = ["--model", str(model), "--served-model-name", config.public_model_name]
+def make_specs(resolved: Resolved[ServeConfig], model: Path, port: int, control: str) -> list[ChildSpec]:
+    """The command line of every process.
+
+    Only what was given to `tandem serve` itself is passed on; environment and config file the processes read
+    themselves, each its own section.
+    """
+    config = resolved.config
+    names = {"model": str(model), "served_model_name": config.public_model_name}
     url = f"http://{_reachable(config.host)}:{port}"
-    grace = str(config.drain_seconds)
-    proxy = ["--host", config.host, "--port", str(port), "--control-endpoint", control]
-    proxy += ["--shutdown-grace-seconds", grace]
-    logging = ["--log-level", config.log_level]
-    specs = [_spec("proxy", "proxy", url, [*names, *proxy, *logging, *config.proxy_args])]
-    num_nodes = config.prefill + config.decode
-    shares = ["--num-threads", str(config.num_threads or threads_per_node(num_nodes))]
-    if "cpu_memory_utilization" in config.model_fields_set:
-        _check_memory(num_nodes, config.cpu_memory_utilization)
-    else:
-        shares += ["--cpu-memory-utilization", f"{memory_per_node(num_nodes, config.cpu_memory_utilization):.4f}"]
-    engine = [*names, "--proxy", control, *shares, *to_flags(config, _PASSED_ON)]
+    own = {"host": config.host, "port": port, "control_endpoint": control}
+    grace = {"shutdown_grace_seconds": config.drain_seconds}
+    flags = _flags(resolved, "proxy", {**names, **own}, grace, _SHARED)
+    specs = [_spec("proxy", "proxy", url, [*flags, *config.proxy_args])]
+    shares = _shares(resolved)
     for role, count, extra in (
         ("prefill", config.prefill, config.prefill_args),
         ("decode", config.decode, config.decode_args),
     ):
         for i in range(count):
             node_port = available_port("127.0.0.1", 0)
-            http = ["--host", "127.0.0.1", "--port", str(node_port), "--fetch-port", "0", "--drain-seconds", grace]
             name = f"{role}-{i}" if count > 1 else role
-            recording = _recording_flags(config.record_steps, name)
-            flags = [*engine, *http, *recording, *logging, *extra]
-            specs.append(_spec(name, role, f"http://127.0.0.1:{node_port}", flags))
+            own = {"proxy": control, "host": "127.0.0.1", "port": node_port, "fetch_port": 0}
+            own |= _recording(config.record_steps, name)
+            shared_out = {**shares, "drain_seconds": config.drain_seconds}
+            flags = _flags(resolved, role, {**names, **own}, shared_out, _PASSED_ON)
+            specs.append(_spec(name, role, f"http://127.0.0.1:{node_port}", [*flags, *extra]))
     return specs
+
+
+def _flags(
+    resolved: Resolved[ServeConfig],
+    role: str,
+    decided: Mapping[str, object],
+    shared_out: Mapping[str, object],
+    passed_on: Set[str],
+) -> list[str]:
+    """decided: what a process has no say in here. shared_out: what the section of its kind in the config file may
+    set instead. passed_on: names of what goes on as it was given; that section wins over the one of serve."""
+    section = resolved.file.section(role) if resolved.file else {}
+    given = {name for name, origin in resolved.origins.items() if origin.kind == "flag"}
+    given |= {name for name, origin in resolved.origins.items() if origin.section == "serve" and name not in section}
+    own = {**decided, **{name: value for name, value in shared_out.items() if name in given or name not in section}}
+    flags = [word for name, value in own.items() for word in (flag_name(name), str(value))]
+    file = [CONFIG_FLAG, str(resolved.file.path.absolute())] if resolved.file else []
+    return [*file, *flags, *to_flags(resolved.config, passed_on & given)]
+
+
+def ignored_keys(resolved: Resolved[ServeConfig]) -> list[str]:
+    """What the config file says to single processes, but `tandem serve` decides for them, one line each."""
+    if resolved.file is None:
+        return []
+    return [
+        f"{resolved.file.path}:{entry.line}: {role}.{name} does not count here, `tandem serve` decides it"
+        for role, decided in _DECIDED.items()
+        for name, entry in resolved.file.section(role).items()
+        if name in decided
+    ]
+
+
+def _shares(resolved: Resolved[ServeConfig]) -> dict[str, object]:
+    """Threads and memory of each node."""
+    config, num_nodes = resolved.config, resolved.config.prefill + resolved.config.decode
+    share = config.cpu_memory_utilization
+    if resolved.origin("cpu_memory_utilization").kind == "default":
+        text = f"{memory_per_node(num_nodes, share):.4f}"
+    else:
+        _check_memory(num_nodes, share)
+        text = f"{share:g}"
+    return {"num_threads": config.num_threads or threads_per_node(num_nodes), "cpu_memory_utilization": text}
 
 
 def _check_memory(num_nodes: int, share: float) -> None:
@@ -109,11 +166,11 @@ def _check_memory(num_nodes: int, share: float) -> None:
         )
 
 
-def _recording_flags(path: Path | None, name: str) -> list[str]:
+def _recording(path: Path | None, name: str) -> dict[str, object]:
     """Each node records into a file of its own: its name stands before the suffix."""
     if path is not None and path.is_dir():
         raise ConfigError(f"--record-steps is {path}, a folder; name a file, such as {path / 'steps.jsonl'}")
-    return [] if path is None else ["--record-steps", str(path.with_name(f"{path.stem}.{name}{path.suffix}"))]
+    return {} if path is None else {"record_steps": path.with_name(f"{path.stem}.{name}{path.suffix}")}
 
 
 def threads_per_node(num_nodes: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from common.argument_parser import Parser
 from common.engine.step_log import StepLogHeader, read_step_log
 from common.engine.step_record import StepRecord
 from common.errors import ConfigError, TandemError
@@ -48,7 +49,7 @@ class Steps:
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0, 1 when the file or the chart is at fault, 2 for a wrong flag."""
-    parser = make_parser()
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     source: Path = arguments.file
     output: Path = arguments.output or source.with_suffix(".png")
@@ -129,10 +130,10 @@ def _draw(steps: Steps, output: Path) -> None:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}") from None
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
         prog="tandem steps",
-        allow_abbrev=False,
+        usage="%(prog)s FILE [FLAGS]",
         description="Sums up the steps that a node recorded with --record-steps and draws them over time: what was in "
         "each batch, KV blocks, queues, preemptions, how long each step took.",
         epilog="Time counts from the engine's start. `tandem serve --record-steps steps.jsonl` records each node into "

@@ -3,11 +3,15 @@
     all rows        what their grammars allow, then what the parameters change in the logits (`logits.py`)
     greedy rows     the highest logit
     other rows      (logits - max) / temperature, in float32
-      no filter     one uniform number, inverted through the cumulative probabilities in token order
       filters       tokens ranked by (probability, then lower id); top_k -> top_p -> min_p each keep a prefix of the
-                    ranking; the number is inverted through what is kept, in that order
+                    ranking
+      draw          a race: of the tokens that are kept the one with the least (exponential number / probability), where
+                    each token has a number of its own
 
-The most likely token survives every filter. Batches of greedy rows pay for nothing else.
+The most likely token survives every filter. Batches of greedy rows pay for nothing else. A race, because it forgives:
+logits that differ in their last bits (other rows in the batch, KV computed again) give another token only where two
+times are equal within as much. One number inverted through cumulative probabilities would hit the neighbour of every
+unlikely token, whose share is as small as the rounding of the sum before it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 from common.messages import TokenLogprobs
 from common.runner.logits import LogitRules, RuledRow, adjust_logits, mask_others
 from common.runner.logprobs import logprobs_of
-from common.runner.random_numbers import uniform
+from common.runner.random_numbers import draw_key, exponentials
 from common.runner.ranking import rank, rank_all_kept
 from common.sampling_params import SamplingParams
 from common.scheduling.output import SampledToken
@@ -55,8 +59,9 @@ class SamplingRow:
         """None for none, k for the drawn token's and the k most likely ones."""
         return self.num_candidates or self.params.logprobs
 
-    def uniform(self) -> float:
-        return uniform(self.params.seed or 0, self.choice, self.output_index)
+    @property
+    def key(self) -> int:
+        return draw_key(self.params.seed or 0, self.choice, self.output_index)
 
 
 class Sampler:
@@ -122,20 +127,14 @@ def _draw_greedy(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]
 
 
 def _draw_unfiltered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    found: list[int] = _invert(_scale(logits, rows).exp_().cumsum(-1, dtype=torch.float64), rows).squeeze(1).tolist()
+    mass = _scale(logits, rows).exp_()
+    found: list[int] = _race(mass, exponentials([row.key for row in rows], mass.shape[-1])).squeeze(1).tolist()
     return found
 
 
-def _invert(cumulative: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Where each row's uniform number falls in the cumulative mass [R, n] (not normalised); [R, 1].
-
-    Places without mass are never hit; the target stays below the end however it is rounded.
-    """
-    total = cumulative[:, -1:]
-    targets = _column([row.uniform() for row in rows], torch.float64) * total
-    targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulative, targets, right=True)
-    return found.clamp_(max=cumulative.shape[-1] - 1)  # where a broken model's logits are no numbers
+def _race(mass: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Where the first one arrives, [R, 1]: each place with a chance in proportion to its mass, none without mass."""
+    return numbers.div_(mass).argmin(-1, keepdim=True)
 
 
 def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -201,8 +200,8 @@ def _draw_ranked(
     values: torch.Tensor, token_ids: torch.Tensor, num_kept: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> list[int]:
     is_kept = torch.arange(values.shape[-1]) < num_kept
-    cumulative = (values.exp() * is_kept).cumsum(-1, dtype=torch.float64)
-    found: list[int] = token_ids.gather(1, _invert(cumulative, rows)).squeeze(1).tolist()
+    winners = _race(values.exp() * is_kept, exponentials([row.key for row in rows], token_ids))
+    found: list[int] = token_ids.gather(1, winners).squeeze(1).tolist()
     return found
 
 

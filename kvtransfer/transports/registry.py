@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 
 from common.errors import ConfigError
+from common.plane_security import LOCAL_FETCH, PlaneSecurity
 from kvtransfer.endpoints import scheme_of
 from kvtransfer.transports.base import Transport
 
 TRANSPORTS = {
-    "tcp": "kvtransfer.transports.zmq:ZmqTransport",
-    "ipc": "kvtransfer.transports.zmq:ZmqTransport",
-    "loopback": "kvtransfer.transports.loopback:LoopbackTransport",
+    "tcp": "kvtransfer.transports.zmq",
+    "ipc": "kvtransfer.transports.zmq",
+    "loopback": "kvtransfer.transports.loopback",
 }
+"""Modules, each with a `make_transport(security)`."""
 
 
 class TransportSet:
-    """The transports of one server or client; one of each class, made when first asked for.
+    """The transports of one server or client; one of each module, made when first asked for.
 
-    given: by scheme; these are used instead, and stay open when the set is closed.
+    given: by scheme; these are used instead, and stay open when the set is closed. security: of what is made.
     """
 
-    def __init__(self, given: Mapping[str, Transport] | None = None) -> None:
+    def __init__(self, given: Mapping[str, Transport] | None = None, *, security: PlaneSecurity = LOCAL_FETCH) -> None:
         self._given = dict(given or {})
+        self._security = security
         self._made: dict[str, Transport] = {}
 
     def for_endpoint(self, endpoint: str) -> Transport:
@@ -36,8 +39,8 @@ class TransportSet:
             known = ", ".join(sorted(TRANSPORTS))
             raise ConfigError(f"fetch endpoint {endpoint!r} has scheme {scheme!r}, supported are {known}")
         if name not in self._made:
-            module, _, attribute = name.partition(":")
-            self._made[name] = getattr(import_module(module), attribute)()
+            make: Callable[[PlaneSecurity], Transport] = import_module(name).make_transport
+            self._made[name] = make(self._security)
         return self._made[name]
 
     def group(self, endpoints: Iterable[str]) -> list[tuple[Transport, list[str]]]:

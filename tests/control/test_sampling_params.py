@@ -6,22 +6,23 @@ import msgspec
 import pytest
 
 from common.messages import Decode
-from common.sampling_params import SamplingParams
+from common.sampling_params import BeamSearchParams, SamplingParams
 from common.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 
 FULL = SamplingParams(
     temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, max_tokens=9, min_tokens=4, seed=-3, stop_token_ids=(5, 6),
     presence_penalty=1.5, frequency_penalty=-2.0, repetition_penalty=1.1,
     logit_bias={7: -100.0, 9: 3.5}, allowed_token_ids=(1, 2, 3), bad_words_token_ids=((4,), (5, 6)),
-    structured_output=StructuredOutput("regex", "a+", "guided_regex"), logprobs=2,
+    structured_output=StructuredOutput("regex", "a+", "guided_regex"), logprobs=2, prompt_logprobs=3,
 )  # fmt: skip
 
 
 def test_m09_all_parameters_survive_the_wire() -> None:
     """Sets derived from the parameters were lost when these were serialised: here nothing is derived before."""
     same = [name for name in SamplingParams.__struct_fields__ if getattr(FULL, name) == getattr(SamplingParams(), name)]
-    assert same == ["ignore_eos"]  # excludes a structured output
-    for params in (FULL, SamplingParams(ignore_eos=True)):
+    assert same == ["ignore_eos", "beam_search"]  # they exclude others
+    beams = BeamSearchParams(width=7, length_penalty=-0.5, early_stopping="never")
+    for params in (FULL, SamplingParams(ignore_eos=True, beam_search=beams)):
         decode = Decode(request_id="r", leg=1, prompt_token_ids=[1], params=params)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(decode), type=Decode) == decode
 

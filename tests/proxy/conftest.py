@@ -17,12 +17,12 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from yarl import URL
 
+from common.checkpoints.sampling_defaults import SamplingDefaults
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import TextTokenizer
 from proxy.app import CLUSTER, AppSettings, build_app
 from proxy.cluster import Cluster
 from proxy.node_pool import NodePool
-from common.checkpoints.sampling_defaults import SamplingDefaults
 from proxy.serving_model import ModelLimits, ServingModel
 from tests.proxy.scripted_node import EOS, MODEL, PATIENCE, Script, ScriptedNode, Wait, make_hello
 

@@ -15,9 +15,10 @@ import pytest
 from common import messages as m
 from common.errors import ConfigError
 from common.logging import configure_logging
+from common.plane_security import is_local
 from proxy.admission import AdmissionLimits
 from proxy.config import ProxyConfig
-from proxy.control import check_control_endpoint
+from proxy.control import ControlSocket
 
 EOS = 2
 GOLDEN_NAMES = {
@@ -242,18 +243,16 @@ async def test_many_at_once(proxy: Any) -> None:
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:8100", "tcp://*:8100", "tcp://10.0.0.1:8100", "tcp://[::]:8100"])
 def test_the_control_socket_is_loopback_unless_told(endpoint: str) -> None:
     """O-02."""
-    with pytest.raises(ConfigError, match="allow-insecure-control"):
-        check_control_endpoint(endpoint, allow_insecure=False)
-    check_control_endpoint(endpoint, allow_insecure=True)
-    check_control_endpoint("tcp://127.0.0.1:8100", allow_insecure=False)
-    check_control_endpoint("ipc:///run/tandem", allow_insecure=False)
+    with pytest.raises(ConfigError, match="--insecure"):
+        ControlSocket(endpoint, "proxy", lambda *_: None, lambda *_: None)
 
 
 def test_defaults_are_loopback() -> None:
     """O-02."""
     config = ProxyConfig()
     assert config.host == "127.0.0.1"
-    check_control_endpoint(config.control_endpoint, allow_insecure=config.allow_insecure_control)
+    assert is_local(config.control_endpoint)
+    assert not config.insecure
 
 
 def test_the_key_is_masked_in_a_printed_config() -> None:

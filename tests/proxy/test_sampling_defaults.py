@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from common import messages as m
-from common.errors import CheckpointError
 from common.checkpoints.sampling_defaults import SamplingDefaults, load_sampling_defaults
+from common.errors import CheckpointError
 
 EOS = 2
 FILE = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05}

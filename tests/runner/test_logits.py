@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.request import Request
 from common.runner import sampler as sampler_module
 from common.runner.logits import LogitRules, RuledRow, adjust_logits, pack_bits
-from common.runner.random_numbers import uniform
+from common.runner.random_numbers import draw_key
 from common.runner.sampler import Sampler, SamplingRow
 from common.sampling_params import SamplingParams
 
@@ -87,6 +87,19 @@ def plain_adjusted(logits: list[float], request: Request) -> list[float]:
     return found
 
 
+def plain_mix(bits: int) -> int:
+    bits = (bits ^ bits >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    bits = (bits ^ bits >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return bits ^ bits >> 16
+
+
+def plain_exponentials(row: SamplingRow, num_tokens: int) -> list[float]:
+    key = draw_key(row.params.seed or 0, row.choice, row.output_index)
+    low, high = key & 0xFFFFFFFF, key >> 32
+    numbers = [plain_mix(plain_mix(i * 0x9E3779B9 + low & 0xFFFFFFFF) ^ high) for i in range(num_tokens)]
+    return [-math.log1p(-min((number + 0.5) / 2**32, 1 - 2**-32)) for number in numbers]
+
+
 def plain_draw(logits: list[float], row: SamplingRow) -> int:
     p = row.params
     order = sorted(range(len(logits)), key=lambda i: -logits[i])  # stable: equal ones by id
@@ -103,14 +116,8 @@ def plain_draw(logits: list[float], row: SamplingRow) -> int:
                 break
             before += mass[i]
     order = [i for i in order if mass[i] >= p.min_p]
-    if p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0:
-        order.sort()
-    target = uniform(p.seed or 0, row.choice, row.output_index) * sum(mass[i] for i in order)
-    for i in order:
-        target -= mass[i]
-        if target < 0:
-            return i
-    return [i for i in order if mass[i] > 0][-1]
+    numbers = plain_exponentials(row, len(logits))
+    return min((i for i in order if mass[i] > 0), key=lambda i: numbers[i] / mass[i])
 
 
 @settings(max_examples=300, deadline=None)

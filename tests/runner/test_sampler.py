@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.runner import sampler as sampler_module
-from common.runner.random_numbers import uniform
+from common.runner.random_numbers import draw_key, exponentials
 from common.runner.ranking import highest
 from common.runner.sampler import Sampler, SamplingRow
 from common.sampling_params import SamplingParams
@@ -26,6 +26,19 @@ params = st.builds(
 )
 # A few levels, so that many tokens tie; differences are exact in float32.
 tied_logits = st.lists(st.sampled_from([-3.0, 0.0, 0.5, 1.0, 2.0]), min_size=13, max_size=40)
+
+
+def plain_mix(bits: int) -> int:
+    bits = (bits ^ bits >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    bits = (bits ^ bits >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return bits ^ bits >> 16
+
+
+def plain_exponentials(row: SamplingRow, num_tokens: int) -> list[float]:
+    key = draw_key(row.params.seed or 0, row.choice, row.output_index)
+    low, high = key & 0xFFFFFFFF, key >> 32
+    numbers = [plain_mix(plain_mix(i * 0x9E3779B9 + low & 0xFFFFFFFF) ^ high) for i in range(num_tokens)]
+    return [-math.log1p(-min((number + 0.5) / 2**32, 1 - 2**-32)) for number in numbers]
 
 
 def plain_draw(logits: list[float], row: SamplingRow) -> int:
@@ -47,12 +60,8 @@ def plain_draw(logits: list[float], row: SamplingRow) -> int:
             kept.append(i)
         order = kept
     order = [i for i in order if mass[i] >= p.min_p]
-    target = uniform(p.seed or 0, row.choice, row.output_index) * sum(mass[i] for i in order)
-    for i in order:
-        target -= mass[i]
-        if target < 0:
-            return i
-    return order[-1]
+    numbers = plain_exponentials(row, len(logits))
+    return min((i for i in order if mass[i] > 0), key=lambda i: numbers[i] / mass[i])
 
 
 def draw(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
@@ -94,9 +103,11 @@ def test_how_many_tokens_are_ranked_does_not_change_the_draw(
 def test_min_p_takes_nothing_from_the_sum_that_top_p_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the top 6 two are likely enough for min_p, and both together are what top_p keeps of all six."""
     logits = torch.tensor([[-0.17, 0.0, -0.85, -0.96, -0.98, -1.0, -1.2, -1.3, -1.4]])
-    row = SamplingRow(SamplingParams(temperature=1.0, top_k=6, top_p=0.3, min_p=0.5, seed=1), 1)
+    rows = [SamplingRow(SamplingParams(temperature=1.0, top_k=6, top_p=0.3, min_p=0.5, seed=i), 1) for i in range(20)]
     monkeypatch.setattr(sampler_module, "_RANKED_WIDTH", 4)
-    assert draw(logits, [row]) == [plain_draw(logits[0].tolist(), row)] == [0]
+    found = [draw(logits, [row])[0] for row in rows]
+    assert found == [plain_draw(logits[0].tolist(), row) for row in rows]
+    assert set(found) == {0, 1}
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,16 +211,41 @@ def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(
     assert found[2] == draw(logits[2:], rows[2:])[0]
 
 
-def test_uniform_is_a_pure_function_with_pinned_values() -> None:
+def test_numbers_are_a_pure_function_with_pinned_values() -> None:
     """Other values here would change every seeded answer of every user."""
-    assert uniform(0, 0, 0) == 0.9840321660442114
-    assert uniform(1, 0, 0) == 0.42946255706619074
-    assert uniform(0, 1, 0) == 0.22159673320161388
-    assert uniform(0, 0, 1) == 0.1761460269590095
-    assert len({uniform(s, c, i) for s in range(8) for c in range(8) for i in range(8)}) == 512
-    assert all(0.0 <= uniform(s, 0, i) < 1.0 for s in (-1, 0, 2**63 - 1, -(2**63)) for i in range(50))
-    mean = sum(uniform(5, 0, i) for i in range(10_000)) / 10_000
-    assert abs(mean - 0.5) < 0.01
+    assert draw_key(0, 0, 0) == 0xFBE988335F36C931
+    assert draw_key(-1, 3, 70) == 0xE0FB08641B9E05F3
+    assert len({draw_key(s, c, i) for s in range(8) for c in range(8) for i in range(8)}) == 512
+    assert exponentials([draw_key(1, 0, 0)], 3).tolist() == [pytest.approx([0.18433286, 0.96785545, 0.013686946])]
+    keys = [draw_key(s, 0, i) for s in (-1, 0, 2**63 - 1, -(2**63)) for i in range(5)]
+    many = exponentials(keys, 5000)
+    assert (many > 0).all()
+    picked = torch.tensor([[4999, 0, 17]] * len(keys))
+    assert torch.equal(exponentials(keys, picked), many.gather(1, picked))
+    assert exponentials(keys[:1], 5000).equal(many[:1])
+
+
+def test_numbers_are_exponential_and_unrelated() -> None:
+    """Along token ids, along outputs and between the two."""
+    many = exponentials([draw_key(5, 0, i) for i in range(400)], 500).double()
+    for axis in (0, 1):
+        assert ((many.mean(axis) - 1).abs() < 0.3).all()
+    quantiles = torch.tensor([0.001, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
+    found = torch.stack([(many < -(1 - q).log()).double().mean() for q in quantiles])
+    assert torch.allclose(found, quantiles, atol=0.003)
+    centred = many - 1
+    for other in (centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, 1), (0, 1))):
+        assert abs(float((centred * other).mean())) < 0.01
+
+
+def test_logits_that_differ_in_their_last_bits_draw_the_same_token() -> None:
+    """Preemption, another batch or another node rounds KV otherwise; a tail token's neighbour was drawn then."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(64, 20_000, generator=generator) * 2
+    noisy = logits + torch.randn(logits.shape, generator=generator) * 3e-5
+    for fields in ({}, {"temperature": 1.5}, {"top_k": 5000}, {"min_p": 1e-4}):
+        rows = [SamplingRow(SamplingParams(seed=i, **fields), 7) for i in range(64)]
+        assert draw(logits, rows) == draw(noisy, rows)
 
 
 def test_a_row_of_a_beam_is_given_its_candidates_whatever_it_would_draw_with() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -35,6 +36,12 @@ if "dies" in words:
     os._exit(7)
 server.serve_forever()
 """
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TANDEM_") and name != "TANDEM_CACHE_DIR"]:
+        monkeypatch.delenv(name)
 
 
 def free_port() -> int:

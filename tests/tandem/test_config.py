@@ -8,14 +8,6 @@ from pydantic import ValidationError
 from common.config import NodeFlags, parse, to_flags
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    for name in [name for name in os.environ if name.startswith("TANDEM_")]:
-        monkeypatch.delenv(name)
-
-
 def test_defaults() -> None:
     config = parse(NodeFlags, [])
     assert config.model == config.public_model_name == "smollm2-135m-instruct"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.command_line import read_config
 from common.config import EngineFlags, parse
 from common.errors import ConfigError, UnavailableError
 from tandem import serve
@@ -27,7 +28,7 @@ def _config(*argv: str) -> ServeConfig:
 
 
 def _specs(*argv: str) -> list[ChildSpec]:
-    return serve.make_specs(_config(*argv), Path("/models/tiny"), 8000, "tcp://127.0.0.1:8100")
+    return serve.make_specs(read_config(ServeConfig, argv), Path("/models/tiny"), 8000, "tcp://127.0.0.1:8100")
 
 
 def _flag(spec: ChildSpec, name: str) -> str:
@@ -150,3 +151,57 @@ async def test_a_vital_death_ends_it_with_an_error(child_spec: MakeSpec, log_dir
     proxy = child_spec("proxy", "proxy", "--control-endpoint", "tcp://127.0.0.1:1")
     with pytest.raises(UnavailableError, match=r"decode ended with exit status 7(.|\n)*out of luck"):
         await serve.run(_config(), [proxy, child_spec("decode", "decode", "dies")], log_dir)
+
+
+# --- with a config file ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    path = tmp_path / "tandem.yaml"
+    path.write_text(
+        "max_num_seqs: 8\n"
+        "log_level: warning\n"
+        "decode: {max_num_seqs: 4, num_threads: 3, cpu_memory_utilization: 0.6, drain_seconds: 1}\n"
+        "proxy: {port: 1, api_key: secret}\n"
+        "serve: {num_threads: 2, dtype: bfloat16}\n"
+    )
+    return str(path)
+
+
+def test_processes_read_their_own_sections_and_only_what_serve_was_given_is_passed_on(config_file: str) -> None:
+    from decode_node.config import DecodeConfig
+    from prefill_node.config import PrefillConfig
+    from proxy.config import ProxyConfig
+
+    specs = _specs("--config", config_file, "--block-size", "8", "--insecure")
+    proxy = parse(ProxyConfig, specs[0].command[3:])
+    prefill = parse(PrefillConfig, specs[1].command[3:])
+    decode = parse(DecodeConfig, specs[2].command[3:])
+    assert (prefill.max_num_seqs, decode.max_num_seqs) == (8, 4)
+    assert (prefill.num_threads, decode.num_threads) == (2, 3)
+    assert (prefill.cpu_memory_utilization, decode.cpu_memory_utilization) == (0.2, 0.6)
+    assert (prefill.drain_seconds, decode.drain_seconds) == (5, 1)
+    assert (prefill.block_size, decode.block_size, prefill.dtype, decode.dtype) == (8, 8, "bfloat16", "bfloat16")
+    assert proxy.log_level == decode.log_level == "warning"
+    assert proxy.insecure
+    assert prefill.insecure
+    assert (proxy.port, proxy.api_key is not None) == (8000, True)
+    assert not any("secret" in word for spec in specs for word in spec.command)  # whoever lists processes sees those
+
+
+def test_a_flag_of_serve_wins_over_every_section(config_file: str) -> None:
+    [_, prefill, decode] = _specs(
+        "--config", config_file, "--num-threads", "1", "--max-num-seqs", "2", "--drain-seconds", "9"
+    )
+    for spec in (prefill, decode):
+        assert [_flag(spec, name) for name in ("--num-threads", "--max-num-seqs")] == ["1", "2"]
+        assert float(_flag(spec, "--drain-seconds")) == 9
+
+
+def test_what_the_file_says_in_vain_is_said(config_file: str) -> None:
+    resolved = read_config(ServeConfig, ["--config", config_file])
+    assert serve.ignored_keys(resolved) == [
+        f"{config_file}:4: proxy.port does not count here, `tandem serve` decides it"
+    ]
+    assert serve.ignored_keys(read_config(ServeConfig, [])) == []
