@@ -53,8 +53,8 @@ class Flags(BaseSettings):
 
     log_level: str = Field(
         "info",
-        description="least severe messages that are logged: debug, info, warning or error; of single packages, too, as in"
-        " info,kvtransfer=debug",
+        description="least severe messages that are logged: debug, info, warning or error; of single packages, too, as"
+        " in info,kvtransfer=debug",
     )
     log_format: LogFormat = Field("text", description="form of the log lines; json: an object a line")
 

@@ -1,6 +1,6 @@
 """A line every few seconds while an engine works: tokens a second, queue, KV use. Silent when nothing runs.
 
-traffic role=decode prompt_tokens_per_second=0 output_tokens_per_second=41.8 step_ms=71.7 running=3 waiting=0 kv_use=0.02 ...
+traffic role=decode prompt_tokens_per_second=0 output_tokens_per_second=41.8 step_ms=71.7 running=3 ...
 """
 
 from __future__ import annotations
