@@ -16,6 +16,7 @@ from common.config import EngineFlags
 from common.engine.engine import Engine
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
+from common.logging import log_event
 from common.model_config import ModelConfig, load_model_config
 from common.models.llama import Llama
 from common.runner.factory import load_weights, make_layout, make_runner
@@ -68,6 +69,7 @@ def build_engine(model_dir: Path, flags: EngineFlags, *, with_head: bool) -> Eng
         num_host_blocks=plan.num_host_blocks,
     )
     kv_cache = KVCache(layout, plan.num_blocks, plan.num_host_blocks)
+    _log_summary(model_dir, flags, limits, use, plan)
     engine = Engine(Scheduler(limits, cache), make_runner(model, kv_cache))
     return EngineParts(engine, kv_cache, layout, config, max_model_len)
 
@@ -138,6 +140,31 @@ def _load_and_measure(
         log.info("measuring the memory of the worst step: %s", describe_worst_step(limits))
         peak = memory.measure_peak(lambda: run_worst_step(model, layout, limits))
     return model, MemoryUse(memory.limit(), memory.free(), process_bytes, weight_bytes, peak)
+
+
+def _log_summary(
+    model_dir: Path, flags: EngineFlags, limits: SchedulerConfig, use: MemoryUse, plan: PoolPlan
+) -> None:
+    """What was chosen, and what it costs."""
+    log_event(
+        log,
+        "engine_ready",
+        model=model_dir.name,
+        device="cpu",
+        kernels="torch reference",
+        dtype=flags.dtype,
+        threads=flags.resolved_num_threads,
+        max_model_len=limits.max_model_len,
+        token_budget=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_running,
+        blocks=plan.num_usable,
+        block_size=plan.layout.block_size,
+        prefix_caching=flags.enable_prefix_caching,
+        preemption=limits.preemption_mode,
+        weights=mib(use.weight_bytes),
+        kv=mib(plan.num_usable * plan.layout.block_bytes),
+        swap=mib(plan.num_host_blocks * plan.layout.block_bytes),
+    )
 
 
 def _log_plan(plan: PoolPlan) -> None:

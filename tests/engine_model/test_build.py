@@ -43,7 +43,7 @@ def is_run(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_the_sum_is_logged_and_is_right(build: Build, is_run: list[bool], caplog: pytest.LogCaptureFixture) -> None:
     parts = build()
     assert is_run
-    measuring, title, *sums, pool, _ = caplog.messages
+    measuring, title, *sums, pool, _, summary = caplog.messages
     assert measuring.startswith("measuring the memory of the worst step: 128 tokens of 64 requests")
     assert title == "KV memory, line by line:"
     mib = [float(line.split("MiB")[0].replace(",", "").split()[-1]) for line in sums if "MiB" in line]
@@ -54,6 +54,8 @@ def test_the_sum_is_logged_and_is_right(build: Build, is_run: list[bool], caplog
     num_usable = parts.kv_cache.num_blocks - 1
     assert f"{num_usable} blocks of 16 tokens" in pool
     assert f"{num_usable * 10 // 32 / 10} full-length requests of 512 tokens fit" in pool
+    assert summary.startswith("engine_ready ")
+    assert f"dtype=float32 threads=1 max_model_len=512 token_budget=128 max_num_seqs=64 blocks={num_usable} " in summary
 
 
 def test_what_is_measured_is_what_is_subtracted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
