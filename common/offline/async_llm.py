@@ -21,9 +21,10 @@ from common.engine.events import Event, FailedEvent, OutputEvent, SearchEndedEve
 from common.errors import InvalidRequestError, UnavailableError
 from common.offline.answers import PromptAnswers
 from common.offline.flags import make_flags
-from common.offline.frontend import Frontend, Message, Prompt
+from common.offline.frontend import Frontend
 from common.offline.outputs import RequestOutput
 from common.offline.params import SamplingParams
+from common.offline.prompts import Message, Prompt
 from common.text.tokenizer import TextTokenizer
 
 
@@ -82,7 +83,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, *, is_chat: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         self._start()
-        params = params or self._frontend.default_params()
+        params = self._frontend.default_params() if params is None else params
         request_id = request_id or f"request-{next(self._numbers)}"
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,10 @@ from common.errors import InvalidRequestError
 from common.grammar.compiler import GrammarCompiler
 from common.offline.answers import PromptAnswers
 from common.offline.flags import OfflineFlags
-from common.offline.params import SamplingParams
+from common.offline.params import SamplingParams, checked_params
+from common.offline.prompts import Message, Prompt, for_template, text_or_ids
 from common.text.chat_template import load_chat_template
 from common.text.tokenizer import TextTokenizer
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or one of {"prompt": text} and {"prompt_token_ids": ids}."""
-
-Message = Mapping[str, Any]
 
 
 class Frontend:
@@ -50,13 +46,14 @@ class Frontend:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         if self._chat_template is None:
             raise InvalidRequestError(f"the model {self._model!r} has no chat template; give chat_template to LLM")
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat_template.render(for_template(messages), add_generation_prompt=add_generation_prompt)
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, is_chat: bool = False
     ) -> PromptAnswers:
         """Raises InvalidRequestError (or its ContextLengthError) for what can never run."""
-        text, token_ids = self._encode(prompt, add_special_tokens=not is_chat)
+        text, token_ids = self._encode(prompt, is_chat=is_chat)
+        params = checked_params(params)  # a copy: what the caller does to theirs meanwhile changes nothing
         self._num_prompts += 1
         wire = params.to_engine(self.tokenizer, vocab_size=self.limits.vocab_size, seed=self._seeds.getrandbits(63))
         request_id = request_id or str(self._num_prompts - 1)
@@ -76,45 +73,23 @@ class Frontend:
             continues_prompt=not is_chat,
         )
 
-    def _encode(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            prompt = _only_value(prompt)
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            if not token_ids:
-                raise InvalidRequestError("the prompt is empty, must have at least one token")
-            return prompt, token_ids
-        token_ids = list(prompt)
-        if not token_ids or any(type(token_id) is not int for token_id in token_ids):
-            raise InvalidRequestError("the prompt must be a text or a list of token ids, and not empty")
-        worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+    def _encode(self, prompt: Prompt, *, is_chat: bool) -> tuple[str | None, list[int]]:
+        found = text_or_ids(prompt)
+        if isinstance(found, str):
+            return found, self._encode_text(found, is_chat=is_chat)
+        worst = min(found) if min(found) < 0 else max(found)
         if not 0 <= worst < self.limits.vocab_size:
             last = self.limits.vocab_size - 1
-            raise InvalidRequestError(f"the prompt has token id {worst}, must be from 0 to {last}")
-        return None, token_ids
+            raise InvalidRequestError(f"the prompt has token id {worst}, must be from 0 to {last}", param="prompt")
+        return None, found
 
-
-def _only_value(prompt: Mapping[str, Any]) -> str | Sequence[int]:
-    known = {"prompt", "prompt_token_ids"}
-    if len(prompt) != 1 or not known.issuperset(prompt):
-        raise InvalidRequestError(f"a prompt has the keys {sorted(prompt)}, must have one of prompt, prompt_token_ids")
-    [value] = prompt.values()
-    if not isinstance(value, str | Sequence):
-        raise InvalidRequestError(f"the prompt is a {type(value).__name__}, must be a text or a list of token ids")
-    return value
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], int) else items
-
-
-def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation or several, as a list."""
-    items: list[Any] = list(messages)
-    if items and isinstance(items[0], Mapping):
-        return [items]
-    return items
+    def _encode_text(self, text: str, *, is_chat: bool) -> list[int]:
+        param = "messages" if is_chat else "prompt"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(f"{param} holds a lone surrogate, which is no character", param=param) from None
+        token_ids = self.tokenizer.encode(text, add_special_tokens=not is_chat)
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty, must have at least one token", param=param)
+        return token_ids

@@ -7,8 +7,10 @@ for output in llm.generate(["The sky is", "2 + 2 ="], SamplingParams(max_tokens=
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -19,9 +21,10 @@ from common.engine.build import build_engine
 from common.errors import InvalidRequestError, TandemError
 from common.offline.answers import PromptAnswers
 from common.offline.flags import make_flags
-from common.offline.frontend import Frontend, Message, Prompt, as_conversations, as_prompts
+from common.offline.frontend import Frontend
 from common.offline.outputs import RequestOutput
 from common.offline.params import SamplingParams
+from common.offline.prompts import Message, Prompt, as_conversations, as_prompts
 from common.text.tokenizer import TextTokenizer
 
 _QUEUED_PER_SEAT = 2  # prompts in the engine for each sequence that can run: enough that no seat is ever empty
@@ -32,6 +35,8 @@ class LLM:
 
     flags: the server's flags as keywords (dtype, max_model_len, enable_prefix_caching, ...). A TANDEM_* environment
     variable counts where a keyword is not given. Raises ConfigError naming a keyword that is wrong, CheckpointError.
+
+    Threads may share it: one of them generates, the others wait until it is done.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **flags: Any) -> None:
@@ -40,6 +45,7 @@ class LLM:
         parts = build_engine(model_dir, self._flags, with_head=True)
         self._engine = parts.engine
         self._frontend = Frontend(model_dir, self._flags, parts)
+        self._lock = threading.Lock()
 
     def generate(
         self,
@@ -68,11 +74,12 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """The same for one conversation or many: lists of {"role": ..., "content": ...}, rendered by the model's chat
-        template."""
-        prompts = [
-            self._frontend.render(conversation, add_generation_prompt=add_generation_prompt)
-            for conversation in as_conversations(messages)
-        ]
+        template. content: a text, or a list of {"type": "text", "text": ...}, which are joined by line breaks."""
+        conversations = as_conversations(messages)
+        prompts: list[Prompt] = []
+        for number, conversation in enumerate(conversations):
+            with _named("conversation", number, len(conversations)):
+                prompts.append(self._frontend.render(conversation, add_generation_prompt=add_generation_prompt))
         return self._generate(prompts, sampling_params, use_tqdm=use_tqdm, is_chat=True)
 
     def get_tokenizer(self) -> TextTokenizer:
@@ -84,7 +91,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Later prompts find nothing of earlier ones."""
-        self._engine.reset_prefix_cache()
+        with self._lock:
+            self._engine.reset_prefix_cache()
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -97,17 +105,13 @@ class LLM:
         is_chat: bool,
     ) -> list[RequestOutput]:
         all_params = self._one_for_each(prompts, sampling_params)
-        answers: list[PromptAnswers] = []
-        for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
-            try:
-                answers.append(self._frontend.prepare(prompt, params, is_chat=is_chat))
-            except TandemError as error:
-                if len(prompts) > 1:
-                    error.args = (f"prompt {number}: {error.message}",)
-                    error.message = error.args[0]
-                raise
-        with _Progress(len(answers), is_shown=use_tqdm) as progress:
-            self._run(answers, progress)
+        with self._lock:
+            answers: list[PromptAnswers] = []
+            for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+                with _named("conversation" if is_chat else "prompt", number, len(prompts)):
+                    answers.append(self._frontend.prepare(prompt, params, is_chat=is_chat))
+            with _Progress(len(answers), is_shown=use_tqdm) as progress:
+                self._run(answers, progress)
         return [one.output() for one in answers]
 
     def _one_for_each(
@@ -115,7 +119,7 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if params is None:
             params = self._frontend.default_params()
-        if isinstance(params, SamplingParams):
+        if not isinstance(params, Sequence):  # also what is no SamplingParams: it is refused with its prompt
             return [params] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
@@ -146,6 +150,18 @@ class LLM:
             if one.is_finished:
                 running.remove(one)
                 progress.finished(one.output())
+
+
+@contextmanager
+def _named(kind: str, number: int, total: int) -> Iterator[None]:
+    """Says in errors which of several prompts is wrong."""
+    try:
+        yield
+    except TandemError as error:
+        if total > 1:
+            error.message = f"{kind} {number}: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 class _Running:
