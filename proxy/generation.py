@@ -220,8 +220,14 @@ class Generator:
         bad_words = encode_bad_words(body.bad_words, self._model.tokenizer)
         for word in bad_words:
             self._model.check_token_ids(word, "bad_words")
-        seed = body.seed if body.seed is not None else secrets.randbits(63)
-        return [body.sampling_params(max_tokens=n, seed=seed, bad_words_token_ids=bad_words) for n in max_tokens]
+        return [
+            body.sampling_params(
+                max_tokens=n,
+                seed=body.seed if body.seed is not None else secrets.randbits(63),
+                bad_words_token_ids=bad_words,
+            )
+            for n in max_tokens
+        ]
 
     def _prompt(
         self, body: GenerationBody, token_ids: list[int], params: SamplingParams, wakeup: asyncio.Event, arrived: float

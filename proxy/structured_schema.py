@@ -70,7 +70,7 @@ class StructuredOutputsBody(StrictModel):
     @model_validator(mode="after")
     def _check_one(self) -> StructuredOutputsBody:
         if len(self.asked) != 1:
-            raise ValueError(f"has {len(self.asked)} of {', '.join(_KINDS)}, must have one")
+            raise ValueError(f"has {len(self.asked) or 'none'} of {', '.join(_KINDS)}, must have one")
         return self
 
     @property

@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ from typing import Final
 
 from common.checkpoints.cache import default_cache_dir
 from common.checkpoints.resolve import resolve_model
-from common.command_line import CONFIG_FLAG, Resolved, flag_name, read_config, to_flags
+from common.command_line import CONFIG_FLAG, ENV_PREFIX, Resolved, flag_name, read_config, to_flags
 from common.config import ClusterFlags, EngineFlags
 from common.errors import ConfigError, TandemError
 from common.logging import configure_logging
@@ -205,11 +206,12 @@ def ready_message(config: ServeConfig, url: str, control: str) -> str:
         "temperature": 0,
         "stream": True,
     }
-    name = f" --served-model-name {config.served_model_name}" if config.served_model_name else ""
+    key = "-H 'Authorization: Bearer '$TANDEM_API_KEY " if os.environ.get(f"{ENV_PREFIX}API_KEY") else ""
+    given = shlex.join(to_flags(config, {"served_model_name", *_PASSED_ON}))
     return (
         f"\nReady: {config.public_model_name} at {url}/v1\n\n"
-        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
-        f"Another node: {_own_command()} decode {config.model}{name} --proxy {control}\n"
+        f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
+        f"Another node: {_own_command()} decode {config.model} {given}{' ' if given else ''}--proxy {control}\n"
         f"Metrics: {url}/metrics\n"
         "Stop: Ctrl-C\n"
     )

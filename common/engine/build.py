@@ -142,9 +142,7 @@ def _load_and_measure(
     return model, MemoryUse(memory.limit(), memory.free(), process_bytes, weight_bytes, peak)
 
 
-def _log_summary(
-    model_dir: Path, flags: EngineFlags, limits: SchedulerConfig, use: MemoryUse, plan: PoolPlan
-) -> None:
+def _log_summary(model_dir: Path, flags: EngineFlags, limits: SchedulerConfig, use: MemoryUse, plan: PoolPlan) -> None:
     """What was chosen, and what it costs."""
     log_event(
         log,

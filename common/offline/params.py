@@ -68,7 +68,7 @@ class StructuredOutputsParams:
         """Raises ValueError unless there is one."""
         given = {name: value for name in _KINDS if (value := getattr(self, name)) not in (None, False)}
         if len(given) != 1:
-            raise ValueError(f"structured_outputs has {len(given)} of {', '.join(_KINDS)}, must have one")
+            raise ValueError(f"structured_outputs has {len(given) or 'none'} of {', '.join(_KINDS)}, must have one")
         [(name, value)] = given.items()
         field = f"structured_outputs.{name}"
         if name == "choice" and not 1 <= len(value) <= MAX_CHOICES:

@@ -116,6 +116,8 @@ class ZmqServerPort:
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
                 endpoint = event["endpoint"].decode(errors="replace")
+                if endpoint.startswith("ipc:") and event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    continue  # another server of ours looked whether anybody listens at this socket
                 text = self._security.serving_failure(event["event"], event["value"], endpoint)
                 self._failures.note(self._clock.now(), text)
 

@@ -179,6 +179,22 @@ def test_sockets_within_the_machine_are_guarded_by_their_folder(
     assert receiver.fetch(Source("server", [tcp]), 100).listener.wait_ended()
 
 
+@pytest.mark.parametrize("security", [NONE, OURS], ids=["plain", "curve"])
+def test_who_looks_whether_a_socket_is_abandoned_is_no_failure(
+    security: PlaneSecurity, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every server of the machine does at its start: each warned the others of a secret that might be wrong."""
+    transport = ZmqTransport(security)
+    port, other = transport.bind(("ipc://*",), 1 << 20), transport.bind(("ipc://*",), 1 << 20)
+    connection = transport.connect(port.endpoints[0], 1 << 20, 5.0)
+    assert connection.send([b"this one means it"])
+    receive(port)
+    port.receive()  # what the monitor said until now
+    assert not caplog.records
+    for opened in (connection, port, other, transport):
+        opened.close()
+
+
 def test_beyond_this_machine_nothing_is_bound_or_dialled_without_it(make_receiver: MakeReceiver) -> None:
     server = FetchServer(ScriptedStore(), "server", ["ipc://*", "tcp://0.0.0.0:0"])
     with pytest.raises(ConfigError, match=r"tcp://0\.0\.0\.0:0 is beyond this machine"):

@@ -220,7 +220,7 @@ def test_prefix_cache(llm: LLM) -> None:
         ({"stop": "x", "detokenize": False}, r"stop is given, must be empty with detokenize false"),
         ({"logit_bias": {5000: 1.0}}, r"logit_bias has token id 5000, must be from 0 to"),
         ({"structured_outputs": StructuredOutputsParams(regex="(")}, r"structured_outputs.regex: "),
-        ({"structured_outputs": StructuredOutputsParams()}, r"structured_outputs has 0 of json"),
+        ({"structured_outputs": StructuredOutputsParams()}, r"structured_outputs has none of json"),
         ({"max_tokens": 0}, r"max_tokens is 0, must be from 1"),
     ],
 )

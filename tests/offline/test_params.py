@@ -53,7 +53,7 @@ def to_engine(llm: LLM, **values: Any) -> EngineParams:
         ({"logit_bias": {"5000": 1.0}}, "logit_bias has token id 5000, must be from 0 to"),
         ({"structured_outputs": 5}, "structured_outputs is 5, must be an instance of StructuredOutputsParams"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs has the key 'regexp', must have one of json,"),
-        ({"structured_outputs": {}}, "structured_outputs has 0 of json, regex"),
+        ({"structured_outputs": {}}, "structured_outputs has none of json, regex"),
         ({"structured_outputs": StructuredOutputsParams(regex=5)}, "structured_outputs.regex is 5, must be a text"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json is 5, must be a dict or a text"),
         ({"structured_outputs": {"json": {"a": object}}}, "structured_outputs.json cannot be written as JSON"),

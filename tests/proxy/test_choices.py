@@ -97,6 +97,8 @@ async def test_every_prompt_has_all_its_choices(proxy: Any) -> None:
     stream = await proxy.stream(prompt=["a", "b"], n=3)
     assert [stream.joined(i) for i in range(6)] == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert node.count(m.Decode) == 4
+    seeds = {(await node.expect(m.Decode, i)).params.seed for i in (3, 4)}
+    assert len(seeds) == 2, "without a seed prompts are samples of their own"
 
 
 async def test_chat_opens_each_choice(proxy: Any) -> None:

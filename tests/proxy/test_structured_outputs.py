@@ -73,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.name",
         "pattern",
     ),
-    ({"structured_outputs": {}}, "structured_outputs", "has 0 of json, regex, choice, grammar, json_object"),
+    ({"structured_outputs": {}}, "structured_outputs", "has none of json, regex, choice, grammar, json_object"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "must have one"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "has 2 of"),
     ({"structured_outputs": {"poem": "a"}}, "structured_outputs.poem", "not permitted"),

@@ -16,6 +16,7 @@ import pytest
 from common.command_line import read_config
 from common.config import EngineFlags, parse
 from common.errors import ConfigError, UnavailableError
+from decode_node.config import DecodeConfig
 from tandem import serve
 from tandem.child import ChildSpec
 from tandem.config import ServeConfig
@@ -130,6 +131,22 @@ def test_the_curl_line_is_a_valid_request() -> None:
     assert body["stream"] is True
     assert body["model"] == "smollm2-135m-instruct"
     assert "http://127.0.0.1:8000/v1/chat/completions" in words
+
+
+def test_the_other_node_fits_this_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config("--block-size", "32", "--max-model-len", "1024", "--served-model-name", "gpt x", "--decode", "2")
+    text = serve.ready_message(config, "http://127.0.0.1:8000", "tcp://127.0.0.1:8100")
+    [line] = [line for line in text.splitlines() if line.startswith("Another node: ")]
+    _, _, command, model, *flags = shlex.split(line)
+    assert (command, model) == ("decode", "smollm2-135m-instruct")
+    node = parse(DecodeConfig, flags)
+    assert (node.block_size, node.max_model_len, node.served_model_name) == (32, 1024, "gpt x")
+    assert node.proxy == ("tcp://127.0.0.1:8100",)
+    assert "Authorization" not in text
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+    text = serve.ready_message(config, "http://127.0.0.1:8000", "tcp://127.0.0.1:8100")
+    assert "-H 'Authorization: Bearer '$TANDEM_API_KEY" in text
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
