@@ -210,7 +210,8 @@ def ready_message(config: ServeConfig, url: str, control: str) -> str:
     given = shlex.join(to_flags(config, {"served_model_name", *_PASSED_ON}))
     return (
         f"\nReady: {config.public_model_name} at {url}/v1\n\n"
-        f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
+        f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(body)}'\n\n"
         f"Another node: {_own_command()} decode {config.model} {given}{' ' if given else ''}--proxy {control}\n"
         f"Metrics: {url}/metrics\n"
         "Stop: Ctrl-C\n"

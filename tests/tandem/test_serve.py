@@ -137,7 +137,7 @@ def test_the_other_node_fits_this_cluster(monkeypatch: pytest.MonkeyPatch) -> No
     config = _config("--block-size", "32", "--max-model-len", "1024", "--served-model-name", "gpt x", "--decode", "2")
     text = serve.ready_message(config, "http://127.0.0.1:8000", "tcp://127.0.0.1:8100")
     [line] = [line for line in text.splitlines() if line.startswith("Another node: ")]
-    _, _, command, model, *flags = shlex.split(line)
+    _, command, model, *flags = shlex.split(line.removeprefix("Another node: "))
     assert (command, model) == ("decode", "smollm2-135m-instruct")
     node = parse(DecodeConfig, flags)
     assert (node.block_size, node.max_model_len, node.served_model_name) == (32, 1024, "gpt x")
