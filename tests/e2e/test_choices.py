@@ -129,6 +129,7 @@ def live_decode_nodes(client: Any) -> list[Any]:
     return [node for node in client.service.nodes if node.role == "decode" and node.process.poll() is None]
 
 
+@pytest.mark.slow
 def test_prefill_node_killed_while_a_prompt_is_scored(doomed: Any, single: Any, filler: Any) -> None:
     """The decode node computes the rest, and its log-probabilities: each position once."""
     client = doomed

@@ -20,7 +20,12 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 PROGRAMS = [
-    pytest.param(document, number, id=f"{document}-{number}")
+    pytest.param(
+        document,
+        number,
+        id=f"{document}-{number}",
+        marks=[] if document == "README.md" else [pytest.mark.slow],  # each loads the model
+    )
     for document in ("README.md", "docs/getting-started.md")
     for number in range(len(blocks(document, "python")))
 ]

@@ -36,7 +36,7 @@ def test_mixed_batch_in_chunks_of_64_cold_then_warm(generator: Callable[..., Any
     assert one.engine.stats().prefix_cache_hits >= 256 + 32
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
 def test_preemption_changes_no_token(generator: Callable[..., Any], cases: dict[str, Any], mode: str) -> None:
     flags = ["--num-gpu-blocks-override", "22", "--max-num-batched-tokens", "128", "--max-model-len", "336"]
     one = generator(*flags, "--preemption-mode", mode, "--swap-space", "64MiB")
@@ -46,7 +46,7 @@ def test_preemption_changes_no_token(generator: Callable[..., Any], cases: dict[
     assert stats.num_swap_preemptions == (stats.num_preemptions if mode == "swap" else 0)
 
 
-@pytest.mark.parametrize("block_size", ["8", "32"])
+@pytest.mark.parametrize("block_size", ["8", pytest.param("32", marks=pytest.mark.slow)])
 def test_block_sizes_change_no_token(generator: Callable[..., Any], cases: dict[str, Any], block_size: str) -> None:
     one = generator("--block-size", block_size, "--num-gpu-blocks-override", "300")
     prompts = prompts_of(cases, ("chat_unicode", "length_16", "length_33", "length_257"))

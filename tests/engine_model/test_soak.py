@@ -99,7 +99,7 @@ def expected(tiny_model_dir: Any) -> list[Job]:
 @pytest.mark.parametrize(
     ("mode", "num_requests"),
     [
-        ("auto", NUM_REQUESTS // 4),
+        ("auto", NUM_REQUESTS // 8),
         *(pytest.param(mode, NUM_REQUESTS, marks=pytest.mark.slow) for mode in ("auto", "recompute", "swap")),
     ],
 )

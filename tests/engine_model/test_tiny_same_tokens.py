@@ -53,7 +53,13 @@ def run_preempted(one: Any, shortage: Shortage, sampling: str, steps: set[int] |
 
 
 @pytest.mark.parametrize(
-    ("block_size", "sampling"), [("8", "greedy"), ("16", "seeded"), ("16", "everything"), ("32", "seeded")]
+    ("block_size", "sampling"),
+    [
+        ("8", "greedy"),
+        pytest.param("16", "seeded", marks=pytest.mark.slow),
+        ("16", "everything"),
+        pytest.param("32", "seeded", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("is_caching", [True, False], ids=["cached", "uncached"])

@@ -297,7 +297,7 @@ def num_sequences(requests, *statuses):
 @pytest.mark.parametrize(
     ("examples", "num_rules"),
     [
-        pytest.param(600, 10_000, id="fast"),
+        pytest.param(400, 10_000, id="fast"),
         pytest.param(8000, 150_000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
