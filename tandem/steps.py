@@ -72,7 +72,10 @@ def load(path: Path, start: float | None = None, end: float | None = None) -> St
     """The steps that began in [start, end), in seconds of the file. Raises ConfigError when there are none."""
     log = read_step_log(path)
     if not log.records:
-        raise ConfigError(f"{path} has no steps: the node has computed nothing yet, or was killed before it wrote")
+        raise ConfigError(
+            f"{path} has no steps: the node has computed or written nothing yet (it writes once in a while), or was"
+            " killed before"
+        )
     columns = {
         name: np.array([getattr(record, name) for record in log.records]) for name in StepRecord.__struct_fields__
     }

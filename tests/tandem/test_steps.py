@@ -133,7 +133,7 @@ def test_what_cannot_be_read_or_drawn_is_said_in_one_line(
     for arguments, complaint in (
         ([str(tmp_path / "none.jsonl")], "none.jsonl: No such file or directory"),
         ([__file__], "is no step log: its first line is not the header --record-steps writes"),
-        ([str(bare)], "has no steps: the node has computed nothing yet"),
+        ([str(bare)], "has no steps: the node has computed or written nothing yet"),
         ([str(recorded), "--from", "7"], "its steps began at 0.000 to 1.980 s"),
         ([str(recorded), "--output", str(tmp_path / "none" / "x.png")], "x.png: No such file or directory"),
     ):
