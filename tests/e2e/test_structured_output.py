@@ -132,7 +132,8 @@ def test_what_is_no_grammar_is_a_400_and_the_service_lives(split: Any) -> None:
     split.assert_pools_idle()
 
 
-@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_answers_match(own_service: Any, single: Any, together: Any, mode: str) -> None:
     """A pool that holds half of what is asked for at once."""
     flags = ["--num-gpu-blocks-override", "40", "--max-model-len", "400", "--swap-space", "64MiB"]
