@@ -191,7 +191,9 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"Aliases: {', '.join(PACKAGED_MODELS)}. TANDEM_CACHE_DIR says where Tandem keeps converted models,"
         " HF_HOME where those of the Hub are.",
     )
-    actions = parser.add_subparsers(dest="action", title="actions", metavar="ACTION", parser_class=Parser)
+    actions = parser.add_subparsers(
+        dest="action", title="actions", metavar="ACTION", parser_class=Parser, prog="tandem models"
+    )
     actions.add_parser(
         "list", help="all of them (also without an action)", description="Lists the models that are here."
     )

@@ -126,3 +126,10 @@ def test_remove_refuses_when_nobody_can_be_asked_and_when_there_is_no_such_model
     assert main(["models", "remove", "tini", "--yes"]) == 1
     assert capsys.readouterr().err == "tandem models: no model 'tini' is in the cache, did you mean tiny?\n"
     assert (cache / DIRECTORY).exists()
+
+
+@pytest.mark.parametrize("action", ["pull", "remove"])
+def test_a_missing_name_is_asked_for_by_the_whole_command(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", action])
+    assert capsys.readouterr().err.startswith(f"tandem models {action}: the following arguments are required: NAME")
