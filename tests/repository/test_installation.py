@@ -15,6 +15,8 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+"""With PYTHONPATH set pip would find the checkout, and install nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [str(python), "-m", "pip", "--disable-pip-version-check", "-q", "install", f"{wheel}[proxy]"],
         check=True,
+        env=CLEAN,
         timeout=600,
     )
     return python.parent
@@ -38,6 +41,7 @@ def run(environment: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(environment / command[0]), *command[1:]],
         cwd=environment,
+        env=CLEAN,
         capture_output=True,
         text=True,
         check=False,
