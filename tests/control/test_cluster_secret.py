@@ -18,7 +18,7 @@ def all_pairs(secret: ClusterSecret) -> list[KeyPair]:
     return [
         pair
         for plane in ("control", "fetch")
-        for keys in [secret.plane_keys(plane)]  # type: ignore[arg-type]
+        for keys in [secret.plane_keys(plane)]
         for pair in (keys.server, keys.client)
     ]
 

@@ -49,7 +49,7 @@ def test_a_node_is_refused_before_it_dials(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tcp://proxy:8100"):
         load_node_security(far)
     with pytest.raises(ConfigError, match="tcp://proxy:8100"):
-        ControlClient("node", far.proxy, handler=None)  # type: ignore[arg-type]
+        ControlClient("node", far.proxy, handler=None)
     (tmp_path / "secret").write_text(new_secret_text())
     security = load_node_security(far.model_copy(update={"cluster_secret_file": tmp_path / "secret"}))
     assert security.control.keys != security.fetch.keys

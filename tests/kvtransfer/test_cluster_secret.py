@@ -6,6 +6,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -24,7 +25,7 @@ from tests.kvtransfer.doubles import ScriptedStore
 from tests.kvtransfer.test_transports import receive, wait_for
 
 MakeServer = Callable[..., tuple[FetchServer, Source]]
-MakeReceiver = Callable[..., "Receiver"]  # type: ignore[name-defined] # noqa: F821 - in conftest
+MakeReceiver = Callable[..., Any]
 
 TCP = ("tcp://127.0.0.1:0",)
 SECRET, OTHER = ClusterSecret(new_secret_text()), ClusterSecret(new_secret_text())
@@ -46,10 +47,10 @@ class Warned:
 
         def emit_and_tell(record: object) -> None:
             with self._changed:
-                emit(record)  # type: ignore[arg-type]
+                emit(record)
                 self._changed.notify_all()
 
-        caplog.handler.emit = emit_and_tell  # type: ignore[method-assign]
+        caplog.handler.emit = emit_and_tell
 
     def wait_for(self, words: str) -> None:
         with self._changed:

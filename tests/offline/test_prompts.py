@@ -89,9 +89,9 @@ async def test_an_async_llm_refuses_the_same(model_dir: Path) -> None:
     with pytest.raises(InvalidRequestError, match="messages is empty"):
         llm.chat([])
     with pytest.raises(InvalidRequestError, match="the prompt is None"):
-        await anext(llm.generate(None))  # type: ignore[arg-type]
+        await anext(llm.generate(None))
     with pytest.raises(InvalidRequestError, match="sampling_params is 0, must be SamplingParams"):
-        await anext(llm.generate("the", 0))  # type: ignore[arg-type]
+        await anext(llm.generate("the", 0))
     await llm.shutdown()
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from common.request import Request
 from common.runner import sampler as sampler_module
 from common.runner.logits import LogitRules, RuledRow, adjust_logits, pack_bits
-from common.runner.random_numbers import draw_key
 from common.runner.sampler import Sampler, SamplingRow
 from common.sampling_params import SamplingParams
+from tests.runner.plain_numbers import plain_exponentials
 
 VOCAB = 41  # no multiple of 8 or 32
 ids = st.integers(0, VOCAB - 1)
@@ -85,19 +85,6 @@ def plain_adjusted(logits: list[float], request: Request) -> list[float]:
     for i, count in Counter(outputs).items():
         found[i] -= p.frequency_penalty * count + p.presence_penalty
     return found
-
-
-def plain_mix(bits: int) -> int:
-    bits = (bits ^ bits >> 16) * 0x7FEB352D & 0xFFFFFFFF
-    bits = (bits ^ bits >> 15) * 0x846CA68B & 0xFFFFFFFF
-    return bits ^ bits >> 16
-
-
-def plain_exponentials(row: SamplingRow, num_tokens: int) -> list[float]:
-    key = draw_key(row.params.seed or 0, row.choice, row.output_index)
-    low, high = key & 0xFFFFFFFF, key >> 32
-    numbers = [plain_mix(plain_mix(i * 0x9E3779B9 + low & 0xFFFFFFFF) ^ high) for i in range(num_tokens)]
-    return [-math.log1p(-min((number + 0.5) / 2**32, 1 - 2**-32)) for number in numbers]
 
 
 def plain_draw(logits: list[float], row: SamplingRow) -> int:

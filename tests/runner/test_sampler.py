@@ -15,6 +15,7 @@ from common.runner.random_numbers import draw_key, exponentials
 from common.runner.ranking import highest
 from common.runner.sampler import Sampler, SamplingRow
 from common.sampling_params import SamplingParams
+from tests.runner.plain_numbers import plain_exponentials
 
 params = st.builds(
     SamplingParams,
@@ -26,19 +27,6 @@ params = st.builds(
 )
 # A few levels, so that many tokens tie; differences are exact in float32.
 tied_logits = st.lists(st.sampled_from([-3.0, 0.0, 0.5, 1.0, 2.0]), min_size=13, max_size=40)
-
-
-def plain_mix(bits: int) -> int:
-    bits = (bits ^ bits >> 16) * 0x7FEB352D & 0xFFFFFFFF
-    bits = (bits ^ bits >> 15) * 0x846CA68B & 0xFFFFFFFF
-    return bits ^ bits >> 16
-
-
-def plain_exponentials(row: SamplingRow, num_tokens: int) -> list[float]:
-    key = draw_key(row.params.seed or 0, row.choice, row.output_index)
-    low, high = key & 0xFFFFFFFF, key >> 32
-    numbers = [plain_mix(plain_mix(i * 0x9E3779B9 + low & 0xFFFFFFFF) ^ high) for i in range(num_tokens)]
-    return [-math.log1p(-min((number + 0.5) / 2**32, 1 - 2**-32)) for number in numbers]
 
 
 def plain_draw(logits: list[float], row: SamplingRow) -> int:

@@ -44,7 +44,7 @@ class ScriptedEndpoint:
 def running_endpoint() -> Iterator[ScriptedEndpoint]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     endpoint = ScriptedEndpoint(f"http://127.0.0.1:{server.server_address[1]}")
-    server.endpoint = endpoint  # type: ignore[attr-defined]
+    server.endpoint = endpoint
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -59,7 +59,7 @@ def running_endpoint() -> Iterator[ScriptedEndpoint]:
 class _Handler(BaseHTTPRequestHandler):
     @property
     def _endpoint(self) -> ScriptedEndpoint:
-        return self.server.endpoint  # type: ignore[attr-defined, no-any-return]
+        return self.server.endpoint
 
     def do_GET(self) -> None:
         if not self._is_let_in():
