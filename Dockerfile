@@ -37,6 +37,9 @@ RUN --mount=type=cache,target=/var/cache/pip --mount=type=bind,source=deploy/whe
     else from="${TORCH_INDEX:+--index-url $TORCH_INDEX}"; fi && \
     pip install --quiet --no-deps $from --requirement torch.txt
 RUN --mount=type=cache,target=/var/cache/pip pip install --quiet --requirement list.txt
+# for the CPU kernels; Python's headers too, where the base image keeps them in a package of their own
+RUN apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ \
+    $(python3 -c "import os, sysconfig as s; print('' if os.path.exists(s.get_path('include') + '/Python.h') else 'python3-dev')")
 RUN --mount=type=cache,target=/var/cache/pip --mount=type=bind,target=/source,rw pip install --quiet --no-deps .
 
 # --- what runs --------------------------------------------------------------------------------------------------------

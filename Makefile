@@ -70,7 +70,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 	@$(PIP) install torch==2.13.0 || echo "== torch 2.13.0 is not to be had for this Python; taking another one below"
 	@touch $@
 
-$(VENV)/.stamp-install: pyproject.toml $(VENV)/.stamp-torch
+$(VENV)/.stamp-install: pyproject.toml setup.py $(wildcard kernels/cpu/src/*) $(VENV)/.stamp-torch
 	@echo "== installing Tandem"
 	@$(PIP) install -qq --editable '.[all]'
 	@touch $@

@@ -24,7 +24,7 @@ from common.scheduling.config import SchedulerConfig
 from common.scheduling.kv_cache_manager import KVCacheManager
 from common.scheduling.output import CancelCheck, Inbox, SampledToken, ScheduledRequest, SchedulerOutput, StepResult
 from common.scheduling.scheduler import Scheduler
-from kernels.plan import AttentionShape, Scratch, make_plan
+from kernels.plan import AttentionShape, make_plan
 
 NUM_STREAMS, NUM_IN, BLOCK_SIZE = 64, 512, 16
 HEADER = ("part of a step", "median us", "99% us")
@@ -39,7 +39,6 @@ class TensorRunner:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._input_batch = InputBatch(shape)
-        self._scratch = Scratch()
         self.seconds: list[float] = []
         self.batch_seconds: list[float] = []
         self.plan_seconds: list[float] = []
@@ -63,7 +62,7 @@ class TensorRunner:
         ends = [rows.start + rows.num_tokens for rows in scheduled]
         counts = [rows.num_tokens for rows in scheduled]
         start = time.perf_counter()
-        make_plan(self._shape, counts, ends, tables, blocks, positions % BLOCK_SIZE, self._scratch)
+        make_plan(self._shape, counts, ends, tables, blocks, positions % BLOCK_SIZE)
         return time.perf_counter() - start
 
 

@@ -6,13 +6,24 @@ Batches are flat: row i of every tensor belongs to token i of the step, whicheve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from kernels.dispatch import implementation
+from kernels.dispatch import REFERENCE, cpu_choice, has, implementation
 from kernels.plan import AttentionPlan
+from kernels.types import AttentionOptions, DecoderLayerParts, KVScales, PackedWeight, QuantizedWeight
 
 __all__ = [
+    "AttentionOptions",
+    "DecoderLayerParts",
+    "FusedLayer",
+    "KVScales",
+    "PackedWeight",
+    "QuantizedWeight",
+    "activation_dtype",
     "copy_blocks",
+    "fuse_layer",
     "fused_add_rms_norm",
     "linear",
     "pack_weight",
@@ -20,8 +31,17 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",
+    "top_k",
     "write_kv",
 ]
+
+FusedLayer = Callable[[torch.Tensor, torch.Tensor, AttentionPlan, torch.Tensor, torch.Tensor], None]
+"""(residual, pool, plan, cos, sin): a whole layer; the residual, float32 [N, hidden_size], is changed in place."""
+
+
+def activation_dtype(weights: torch.dtype, device_type: str = "cpu") -> torch.dtype:
+    """What rows are computed in where weights are of this dtype: the compiled kernels keep float32."""
+    return weights if device_type != "cpu" or cpu_choice().name == REFERENCE else torch.float32
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,20 +76,35 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan) -> None:
-    """k, v [N, num_kv_heads, head_dim] into the slots of this layer that the plan names."""
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    scales: KVScales | None = None,
+) -> None:
+    """k, v [N, num_kv_heads, head_dim] into the slots of this layer that the plan names, divided by their scales."""
     _check(k.shape == v.shape == (plan.num_rows, pool.shape[3], pool.shape[5]), "write_kv", k, v, pool)
-    implementation("write_kv", k.device.type)(k, v, pool, layer, plan)
+    implementation("write_kv", k.device.type)(k, v, pool, layer, plan, scales)
 
 
-def paged_attention(q: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def paged_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
     """Causal attention of q [N, num_heads, head_dim] over the pool, as the plan says; [N, num_heads, head_dim].
 
     Rows with one query and rows of prompt chunks stand in one call; num_heads is a multiple of num_kv_heads. No slot
-    past a sequence's end is read. The result may be a buffer that the next call overwrites.
+    past a sequence's end is read.
     """
-    _check(q.shape == plan.query.shape and q.shape[1] % pool.shape[3] == 0, "paged_attention", q, plan.query, pool)
-    out: torch.Tensor = implementation("paged_attention", q.device.type)(q, pool, layer, plan, scale)
+    is_right = q.dim() == 3 and q.shape[::2] == (plan.num_rows, pool.shape[5]) and q.shape[1] % pool.shape[3] == 0
+    _check(is_right, "paged_attention", q, pool)
+    out: torch.Tensor = implementation("paged_attention", q.device.type)(q, pool, layer, plan, options, scales)
     return out
 
 
@@ -86,16 +121,31 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
     implementation("copy_blocks", target.device.type)(source, target, pairs)
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """weight [out_features, in_features] in the order that `linear` likes best on its device; opaque."""
-    packed: torch.Tensor = implementation("pack_weight", weight.device.type)(weight)
+def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row of x [N, D], largest first, of equal ones the lower index first, and their indexes
+    (int64); [N, k] each. NaN counts as the lowest."""
+    _check(x.dim() == 2 and 0 < k <= x.shape[1], f"top_k of {k}", x)
+    found: tuple[torch.Tensor, torch.Tensor] = implementation("top_k", x.device.type)(x, k)
+    return found
+
+
+def pack_weight(weight: torch.Tensor | QuantizedWeight, device_type: str = "cpu") -> PackedWeight:
+    """weight [out_features, in_features] in the order that its device's kernels like best."""
+    packed: PackedWeight = implementation("pack_weight", device_type)(weight)
     return packed
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [N, in_features] times a packed weight, [N, out_features]."""
-    out: torch.Tensor = implementation("linear", x.device.type)(x, weight, bias)
-    return out
+    return weight.multiply(x, bias)
+
+
+def fuse_layer(parts: DecoderLayerParts, device_type: str = "cpu") -> FusedLayer | None:
+    """The whole layer as one call, or None where the kernels have none for these parts."""
+    if not has("fuse_layer", device_type):
+        return None
+    fused: FusedLayer | None = implementation("fuse_layer", device_type)(parts)
+    return fused
 
 
 def _check(is_right: bool, op: str, *tensors: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ class Attention:
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._layer = layer
-        self._scale = config.head_dim**-0.5
+        self.options = ops.AttentionOptions(config.head_dim**-0.5)
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv = Linear(config.hidden_size, [query, key, key], has_bias=config.attention_bias, dtype=dtype)
         self.out = Linear(query, [config.hidden_size], has_bias=config.attention_bias, dtype=dtype)
@@ -28,5 +28,5 @@ class Attention:
         rotated = ops.rotary_embedding(heads[:, :num_rotated], cos, sin)
         q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         ops.write_kv(k, heads[:, num_rotated:], pool, self._layer, batch.plan)
-        attended = ops.paged_attention(q, pool, self._layer, batch.plan, self._scale)
+        attended = ops.paged_attention(q, pool, self._layer, batch.plan, self.options)
         return self.out(attended.view(num_rows, -1))

@@ -36,8 +36,8 @@ class Linear:
     def __init__(self, in_features: int, out_features: list[int], *, has_bias: bool, dtype: torch.dtype) -> None:
         self.out_features = out_features
         self.weight = Parameter((sum(out_features), in_features), dtype)
-        self.bias = Parameter((sum(out_features),), dtype) if has_bias else None
-        self._packed: torch.Tensor | None = None
+        self.bias = Parameter((sum(out_features),), ops.activation_dtype(dtype)) if has_bias else None
+        self.packed: ops.PackedWeight | None = None
 
     def load_weight(self, tensor: torch.Tensor, part: int = 0) -> None:
         self.weight.load(tensor, sum(self.out_features[:part]), self.out_features[part])
@@ -48,9 +48,9 @@ class Linear:
 
     def pack(self) -> None:
         """After loading: only the packed weight stays."""
-        self._packed = ops.pack_weight(self.weight.data)
+        self.packed = ops.pack_weight(self.weight.data)
         self.weight.data = torch.empty(0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._packed is not None
-        return ops.linear(x, self._packed, None if self.bias is None else self.bias.data)
+        assert self.packed is not None
+        return ops.linear(x, self.packed, None if self.bias is None else self.bias.data)

@@ -30,32 +30,55 @@ _SKIPPED = re.compile(r".*rotary_emb\.inv_freq")  # old checkpoints carry it; it
 
 class LlamaLayer:
     def __init__(self, config: ModelConfig, number: int, dtype: torch.dtype) -> None:
-        self._eps = config.rms_norm_eps
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.input_norm = Parameter((hidden,), dtype)
-        self.post_norm = Parameter((hidden,), dtype)
+        self._number, self._eps = number, config.rms_norm_eps
+        hidden, inner, activations = config.hidden_size, config.intermediate_size, ops.activation_dtype(dtype)
+        self.input_norm = Parameter((hidden,), activations)
+        self.post_norm = Parameter((hidden,), activations)
         self.attention = Attention(config, number, dtype)
         self.gate_up = Linear(hidden, [inner, inner], has_bias=config.mlp_bias, dtype=dtype)
         self.down = Linear(inner, [hidden], has_bias=config.mlp_bias, dtype=dtype)
+        self._fused: ops.FusedLayer | None = None
 
     def __call__(
         self,
-        x: torch.Tensor | None,
         residual: torch.Tensor,
         batch: FlatBatch,
         pool: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-    ) -> torch.Tensor:
-        """x: what the layer before adds to the residual, None for the first layer; returns what this one adds.
-        The residual is changed in place."""
-        if x is None:
-            normed = ops.rms_norm(residual, self.input_norm.data, self._eps)
-        else:
-            normed = ops.fused_add_rms_norm(x, residual, self.input_norm.data, self._eps)
+    ) -> None:
+        """residual [N, hidden_size] is changed in place. The fused layer computes what stands below it, in one call."""
+        if self._fused is not None:
+            self._fused(residual, pool, batch.plan, cos, sin)
+            return
+        normed = ops.rms_norm(residual, self.input_norm.data, self._eps)
         attended = self.attention(normed, batch, pool, cos, sin)
         normed = ops.fused_add_rms_norm(attended, residual, self.post_norm.data, self._eps)
-        return self.down(ops.silu_and_mul(self.gate_up(normed)))
+        residual.add_(self.down(ops.silu_and_mul(self.gate_up(normed))))
+
+    def pack(self) -> None:
+        """After loading."""
+        linears = self.linears()
+        for linear in linears:
+            linear.pack()
+        self._fused = ops.fuse_layer(self._parts([linear.packed for linear in linears if linear.packed is not None]))
+
+    def _parts(self, packed: list[ops.PackedWeight]) -> ops.DecoderLayerParts:
+        qkv, out, gate_up, down = packed
+        return ops.DecoderLayerParts(
+            number=self._number,
+            num_heads=self.attention.num_heads,
+            head_dim=self.attention.head_dim,
+            eps=self._eps,
+            input_norm=self.input_norm.data,
+            post_norm=self.post_norm.data,
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            biases=tuple(None if linear.bias is None else linear.bias.data for linear in self.linears()),
+            attention=self.attention.options,
+        )
 
     def loaders(self) -> dict[str, Load]:
         attention = self.attention
@@ -91,10 +114,10 @@ class Llama:
         self.has_head = has_head
         self.embedding = Parameter((config.vocab_size, config.hidden_size), dtype)
         self.layers = [LlamaLayer(config, number, dtype) for number in range(config.num_layers)]
-        self.norm = Parameter((config.hidden_size,), dtype)
+        self.norm = Parameter((config.hidden_size,), ops.activation_dtype(dtype))
         self.head = Linear(config.hidden_size, [config.vocab_size], has_bias=False, dtype=dtype) if has_head else None
         self._rotary = RotaryEmbedding(config, max_positions)
-        self._dtype = dtype
+        self._activations = ops.activation_dtype(dtype)
 
     # --- loading -------------------------------------------------------------------------------------------------
 
@@ -122,10 +145,10 @@ class Llama:
             self.head.load_weight(self.embedding.data)
         unfilled = [name for name, parameter in self._parameters() if not parameter.is_filled]
         if not unfilled:
-            for linear in [linear for layer in self.layers for linear in layer.linears()] + (
-                [self.head] if self.head else []
-            ):
-                linear.pack()
+            for layer in self.layers:
+                layer.pack()
+            if self.head is not None:
+                self.head.pack()
         return unfilled
 
     def _parameters(self) -> list[tuple[str, Parameter]]:
@@ -144,17 +167,15 @@ class Llama:
 
     def forward(self, batch: FlatBatch, pool: torch.Tensor, between_layers: BetweenLayers) -> torch.Tensor | None:
         """Hidden states after the last norm, [N, hidden_size]; None when `between_layers` said to leave."""
-        residual = self.embedding.data.index_select(0, batch.token_ids)
-        cos, sin = self._rotary.rows(batch.positions, self._dtype)
-        x = None
+        residual = self.embedding.data.index_select(0, batch.token_ids).to(self._activations)
+        cos, sin = self._rotary.rows(batch.positions, self._activations)
         for number, layer in enumerate(self.layers):
             if not between_layers(number):
                 return None
-            x = layer(x, residual, batch, pool, cos, sin)
-        assert x is not None, "a model without layers"
-        return ops.fused_add_rms_norm(x, residual, self.norm.data, self.config.rms_norm_eps)
+            layer(residual, batch, pool, cos, sin)
+        return ops.rms_norm(residual, self.norm.data, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [N, vocab_size]."""
         assert self.head is not None
-        return self.head(hidden.to(self._dtype)).float()
+        return self.head(hidden.to(self._activations)).float()

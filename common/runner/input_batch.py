@@ -13,7 +13,7 @@ import torch
 
 from common.layers.batch import FlatBatch
 from common.scheduling.output import ScheduledRequest
-from kernels.plan import AttentionShape, Scratch, make_plan
+from kernels.plan import AttentionShape, make_plan
 
 
 class InputBatch:
@@ -21,7 +21,6 @@ class InputBatch:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        self._scratch = Scratch()
         self._capacity = 0
         self._reserve(64)
 
@@ -47,7 +46,6 @@ class InputBatch:
             [rows.block_table for rows in scheduled],
             self._blocks[:num_rows],
             self._slots[:num_rows],
-            self._scratch,
         )
         return FlatBatch(token_ids=self._token_ids[:num_rows], positions=self._positions[:num_rows], plan=plan)
 

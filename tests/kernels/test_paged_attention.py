@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import ops
-from kernels.plan import TILE_ROWS, AttentionShape, Scratch, make_plan
+from kernels.plan import AttentionShape, make_plan
+from kernels.reference_attention import TILE_ROWS
+from kernels.types import AttentionOptions
 
 requests = st.lists(
     st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40))),  # tokens before, rows of this step
     min_size=1,
     max_size=9,
 )
-SCRATCH = Scratch()  # shared, so that what an earlier example left there would show
 
 
 class Scene:
@@ -43,9 +44,7 @@ class Scene:
         self.pool = torch.full((sum(num_blocks) + 1, 3, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
         self.kv = [torch.randn(c, 2, kv_heads, head_dim).to(dtype) for c in contexts]
         self.q = torch.randn(sum(rows for _, rows in lens), kv_heads * group, head_dim).to(dtype)
-        self.plan = make_plan(
-            self.shape, [n for _, n in lens], contexts, self.tables, *self._write_slots(), scratch=SCRATCH
-        )
+        self.plan = make_plan(self.shape, [n for _, n in lens], contexts, self.tables, *self._write_slots())
 
     def _write_slots(self) -> tuple[np.ndarray, np.ndarray]:
         places = [
@@ -66,7 +65,7 @@ class Scene:
         self.fill_history()
         new = torch.cat([kv[before:] for (before, _), kv in zip(self.lens, self.kv, strict=True)])
         ops.write_kv(new[:, 0], new[:, 1], self.pool, self.layer, self.plan)
-        return ops.paged_attention(self.q, self.pool, self.layer, self.plan, self.scale)
+        return ops.paged_attention(self.q, self.pool, self.layer, self.plan, AttentionOptions(self.scale))
 
     def dense(self) -> torch.Tensor:
         """Row by row, in float64."""
@@ -115,10 +114,8 @@ def test_result_of_a_request_does_not_depend_on_the_batch() -> None:
     """Bit for bit, for the same rows of the same request: native kernels may rely on the same."""
     mixed = Scene([(33, 1), (5, 12), (70, 1)])
     together = mixed.attend().clone()
-    alone = make_plan(
-        mixed.shape, [1], [71], mixed.tables[2:], *[w[-1:] for w in mixed._write_slots()], scratch=SCRATCH
-    )
-    out = ops.paged_attention(mixed.q[-1:], mixed.pool, mixed.layer, alone, mixed.scale)
+    alone = make_plan(mixed.shape, [1], [71], mixed.tables[2:], *[w[-1:] for w in mixed._write_slots()])
+    out = ops.paged_attention(mixed.q[-1:], mixed.pool, mixed.layer, alone, AttentionOptions(mixed.scale))
     assert torch.equal(out, together[-1:])
 
 
@@ -136,6 +133,6 @@ def test_write_kv_touches_its_slots_of_its_layer_only() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     scene = Scene([(5, 3)])
     with pytest.raises(ValueError, match="paged_attention: shapes do not fit"):
-        ops.paged_attention(scene.q[:2], scene.pool, 0, scene.plan, 1.0)
+        ops.paged_attention(scene.q[:2], scene.pool, 0, scene.plan, AttentionOptions(1.0))
     with pytest.raises(ValueError, match="write_kv: shapes do not fit"):
         ops.write_kv(scene.q, scene.q, scene.pool, 0, scene.plan)
