@@ -37,10 +37,11 @@ class Parser(argparse.ArgumentParser):
         return f"unknown flag {flag}{did_you_mean(flag, self._option_string_actions)}"
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """', did you mean NAME?' when one of the known names is near, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {close[0]}?" if close else ""
+def did_you_mean(name: str, known: Collection[str], *, prefix: str = "") -> str:
+    """', did you mean NAME?' when one of the known names is near, else nothing. prefix: what all of them begin with, so
+    that it makes none of them near."""
+    close = difflib.get_close_matches(name.removeprefix(prefix), [one.removeprefix(prefix) for one in known], n=1)
+    return f", did you mean {prefix}{close[0]}?" if close else ""
 
 
 def _help_format(prog: str) -> argparse.HelpFormatter:

@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from common.argument_parser import Parser
-from common.config_file import ConfigFile, read_config_file
+from common.config_file import PROCESSES, ConfigFile, config_class_of, read_config_file
 from common.errors import ConfigError
 from common.logging import LogFormat, parse_levels
 
@@ -50,6 +50,8 @@ class Flags(BaseSettings):
     """Name of the field that may also be given as the first argument without a flag."""
     title: ClassVar[str] = "every process"
     """Above the flags in --help that a class declares."""
+    of_one_process: ClassVar[frozenset[str]] = frozenset()
+    """Names of fields that a config file sets in a section only: two processes with the same value clash."""
 
     log_level: str = Field(
         "info",
@@ -112,9 +114,12 @@ def read_config(config_class: type[_C], argv: Sequence[str] | None = None, *, pr
         parser.error(error.message)
     values, origins = _merge(config_class, flags, file)
     try:
-        return Resolved(config_class(**values), origins, file)
+        resolved = Resolved(config_class(**values), origins, file)
     except ValidationError as error:
         parser.error("; ".join(_describe(detail, origins) for detail in error.errors()))
+    if message := _clash(resolved):
+        parser.error(message)
+    return resolved
 
 
 def _given_flags(config_class: type[Flags], namespace: dict[str, Any], parser: Parser) -> dict[str, Any]:
@@ -154,7 +159,7 @@ def _merge(
 def build_parser(config_class: type[Flags], prog: str | None = None) -> Parser:
     """A parser with one flag for each field; a flag that is not given is absent from its namespace."""
     parser = Parser(
-        prog=_prog(prog),
+        prog=prog,
         usage=f"%(prog)s {f'[{config_class.positional.upper()}] ' if config_class.positional else ''}[FLAGS]",
         description=(config_class.__doc__ or "").strip(),
         epilog=f"A value comes from its flag, else from the environment (--log-level is {ENV_PREFIX}LOG_LEVEL), else "
@@ -211,11 +216,6 @@ def _size_text(num_bytes: int) -> str:
         if num_bytes and num_bytes % factor == 0:
             return f"{num_bytes // factor}{unit}"
     return f"{int(num_bytes)}B"
-
-
-def _prog(prog: str | None) -> str | None:
-    """`tandem decode` runs the decode node in its own place; then it is called what the person typed."""
-    return sys.argv[0] if sys.argv[0].startswith("tandem ") else prog
 
 
 def _titled_fields(config_class: type[Flags]) -> list[tuple[str, str, FieldInfo]]:
@@ -290,6 +290,21 @@ def _describe(detail: ErrorDetails, origins: Mapping[str, Origin]) -> str:
     origin = origins.get(name, Origin("flag", flag_name(name)))
     source = f"{origin}: {name}" if origin.kind == "file" else str(origin)
     return f"{source} is {_shown(detail['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _clash(resolved: Resolved[_C]) -> str | None:
+    """What stands at the top of a file, where every process would take it, though only one of them can have it."""
+    for name in sorted(resolved.config.of_one_process):
+        origin, value = resolved.origin(name), getattr(resolved.config, name)
+        if origin.kind == "file" and origin.section is None and value:  # port 0 is a different one for each
+            sections = " or ".join(f"`{process}: {{{name}: {value}}}`" for process in _processes_with(name))
+            return f"{origin}: {name} stands at the top, for all processes, and two cannot share it; write {sections}"
+    return None
+
+
+def _processes_with(name: str) -> list[str]:
+    """The single ones: a section of `serve` is for all that it starts."""
+    return [process for process in PROCESSES if process != "serve" and name in config_class_of(process).model_fields]
 
 
 def _shown(value: object) -> str:

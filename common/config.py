@@ -202,6 +202,7 @@ class NodeFlags(EngineFlags, ClusterFlags):
     """What prefill and decode nodes have in common."""
 
     title: ClassVar[str] = "node"
+    of_one_process: ClassVar[frozenset[str]] = frozenset({"port", "fetch_port", "record_steps"})
 
     proxy: Endpoints = Field(
         (DEFAULT_CONTROL_ENDPOINT,), description="control endpoint of a proxy; repeat or separate by commas for several"

@@ -4,6 +4,8 @@
     max-num-seqs: 32
     decode:                             # only for decode nodes; wins over the top level
       max_num_seqs: 64
+    proxy:
+      port: 8000                        # only one process can have it, so it stands in a section
 
 A value means what the same text means behind its flag; null is the default. A key that no process has is refused with
 its line. Which processes there are is known by dotted name only, so nothing above this module is imported before a
@@ -112,9 +114,14 @@ class _Reader:
                 raise self._error(key, "a key must be the name of a flag")
             name = key.value.removeprefix("--").replace("-", "_")
             if name in lines:
-                raise self._error(key, f"{key.value} is given twice, first in line {lines[name]}")
+                raise self._error(key, f"{key.value} is given twice, first in line {lines[name]}{self._hint(name)}")
             lines[name] = _line(key)
             yield name, key, node
+
+    def _hint(self, name: str) -> str:
+        """Some sections have the name of a value, too, which has to stand in another section beside them."""
+        owners = [f"{process}:" for process, names in self._names.items() if name in names]
+        return f"; the value goes into {' and '.join(owners)}" if name in PROCESSES else ""
 
     def _entry(self, name: str, key: yaml.Node, node: yaml.Node, section: str | None) -> dict[str, Entry]:
         self._check_known(name, key, section)

@@ -15,6 +15,7 @@ import uvloop
 
 from common import messages as m
 from common.config import NodeFlags, parse
+from common.config_variables import warn_of_unknown_variables
 from common.control import ControlClient
 from common.errors import TandemError, UnavailableError
 from common.kv_layout import KVLayout
@@ -30,12 +31,13 @@ _F = TypeVar("_F", bound=NodeFlags)
 
 def run_node_process(config_class: type[_F], role: m.Role, run: Callable[[_F], Coroutine[Any, Any, None]]) -> None:
     """Parses the flags, runs the node, and ends with one clear line and status 1 when a user can mend the cause."""
-    flags = parse(config_class, prog=f"{role}_node")
+    flags = parse(config_class, prog=f"tandem {role}")
     configure_logging(flags.log_level, role, log_format=flags.log_format)
+    warn_of_unknown_variables()
     try:
         uvloop.run(run(flags))
     except TandemError as error:
-        sys.exit(f"{role} node: {error.message}")
+        sys.exit(f"tandem {role}: {error.message}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
 

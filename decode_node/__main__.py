@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if __name__ == "__main__":
     if (text := missing_engine_text()) is not None:
-        sys.exit(f"decode: {text}")
+        sys.exit(f"tandem decode: {text}")
     from decode_node.main import main
 
     main()

@@ -46,6 +46,10 @@ def configuration() -> str:
         "Written by `make docs` from the config classes. A flag wins over the environment, that over the file of"
         f" `--config`, that over the default. `--max-model-len` is `{ENV_PREFIX}MAX_MODEL_LEN` in the environment and"
         " `max_model_len` as a keyword of `LLM`; `tandem config` shows what is in force and where it came from.",
+        "The file is YAML, and one file does for all processes: `max_num_seqs: 8` at its top is for all that know it,"
+        " in a section (`decode: {max_num_seqs: 8}`; also `proxy:`, `prefill:`, `serve:`) for one kind, before the top."
+        " `port` at the top is that of the OpenAI API, for `tandem serve` and `tandem proxy`. What two nodes cannot"
+        f" share ({_of_one_process()}) stands in a section; a node refuses it at the top.",
     ]
     known: set[str] = set()
     for title, config in SHARED:
@@ -54,6 +58,10 @@ def configuration() -> str:
     for title, config in PROCESSES:
         parts += _section(title, config, _same_as_in_a_base(config))
     return "\n\n".join(parts) + "\n"
+
+
+def _of_one_process() -> str:
+    return ", ".join(f"`{name}`" for name in sorted(NodeFlags.of_one_process))
 
 
 def _same_as_in_a_base(config: type[Flags]) -> set[str]:

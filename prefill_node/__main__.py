@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if __name__ == "__main__":
     if (text := missing_engine_text()) is not None:
-        sys.exit(f"prefill: {text}")
+        sys.exit(f"tandem prefill: {text}")
     from prefill_node.main import main
 
     main()

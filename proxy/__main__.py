@@ -20,6 +20,7 @@ from aiohttp import web
 from common.checkpoints.resolve import resolve_model
 from common.checkpoints.sampling_defaults import SamplingDefaults
 from common.config import parse
+from common.config_variables import warn_of_unknown_variables
 from common.errors import TandemError, UnavailableError
 from common.logging import configure_logging, log_event
 from common.model_config import load_model_config
@@ -41,14 +42,15 @@ DRAIN_POLL_SECONDS = 0.05
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 after a signal, 1 when it could not start or the control plane failed, 2 for a wrong flag."""
-    config = parse(ProxyConfig, argv, prog="python -m proxy")
+    config = parse(ProxyConfig, argv, prog="tandem proxy")
     configure_logging(config.log_level, "proxy", log_format=config.log_format)
+    warn_of_unknown_variables()
     try:
         security = load_cluster_security(config).control
         security.check(config.control_endpoint)
         uvloop.run(serve(config, security))
     except TandemError as error:
-        print(f"proxy: {error.message}", file=sys.stderr)
+        print(f"tandem proxy: {error.message}", file=sys.stderr)
         return 1
     return 0
 

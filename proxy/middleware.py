@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from common.argument_parser import did_you_mean
 from common.errors import OverloadedError, TandemError
 from common.logging import log_event
 
@@ -30,6 +31,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = web.RequestKey("request_id", str)
 _VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _DEFAULT_RETRY_SECONDS = 5.0
+_MAX_GUESSED_PATH = 200  # characters; looking for a near one takes time in proportion
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -95,7 +97,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
     if error.status < 400:
         raise error
     messages = {
-        404: (f"there is no {request.path}", "unknown_url"),
+        404: (f"there is no {request.path}{_near_path(request)}", "unknown_url"),
         405: (f"{request.path} does not take {request.method}", "method_not_allowed"),
         413: (f"the request body is too large: {error.text}", "request_too_large"),
     }
@@ -103,6 +105,12 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
     _log_refusal(request, error.status, code)
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     return _response(error.status, _body(error.status, message, None, code), headers)
+
+
+def _near_path(request: web.Request) -> str:
+    """A client whose base URL lacks /v1, or has more than that, is told what it looks for."""
+    known = [resource.canonical for resource in request.app.router.resources()]
+    return did_you_mean(request.path, known) if len(request.path) <= _MAX_GUESSED_PATH else ""
 
 
 def _log_refusal(request: web.Request, status: int, code: str) -> None:

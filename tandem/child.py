@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_NUM_TAIL_LINES = 20
+_NUM_TAIL_LINES = 200
 _MAX_LINE_BYTES = 1 << 20
 _KILL_SECONDS = 2.0
 

@@ -22,6 +22,7 @@ from common.checkpoints.cache import default_cache_dir
 from common.checkpoints.resolve import resolve_model
 from common.command_line import CONFIG_FLAG, ENV_PREFIX, Resolved, flag_name, read_config, to_flags
 from common.config import ClusterFlags, EngineFlags
+from common.config_variables import QUIET, warn_of_unknown_variables
 from common.errors import ConfigError, TandemError
 from common.logging import configure_logging
 from common.node_http import listen_error
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     resolved = read_config(ServeConfig, argv, prog="tandem serve")
     config = resolved.config
     configure_logging(config.log_level, "serve", log_format=config.log_format)
+    warn_of_unknown_variables()
     try:
         model = resolve_model(config.model)
         port = available_port(config.host, config.port)
@@ -136,13 +138,21 @@ def _flags(
 
 def ignored_keys(resolved: Resolved[ServeConfig]) -> list[str]:
     """What the config file says to single processes, but `tandem serve` decides for them, one line each."""
-    if resolved.file is None:
+    if (file := resolved.file) is None:
         return []
-    return [
-        f"{resolved.file.path}:{entry.line}: {role}.{name} does not count here, `tandem serve` decides it"
+    own = set(type(resolved.config).model_fields)
+    found = [
+        (entry, f"{role}.{name}")
         for role, decided in _DECIDED.items()
-        for name, entry in resolved.file.section(role).items()
+        for name, entry in file.section(role).items()
         if name in decided
+    ]
+    found += [
+        (entry, name) for name, entry in file.section(None).items() if name in set().union(*_DECIDED.values()) - own
+    ]
+    return [
+        f"{file.path}:{entry.line}: {name} does not count here, `tandem serve` decides it"
+        for entry, name in sorted(found, key=lambda one: one[0].line)
     ]
 
 
@@ -232,8 +242,7 @@ async def _live(supervisor: Supervisor, config: ServeConfig, specs: Sequence[Chi
 
 
 def _spec(name: str, role: str, url: str, flags: list[str]) -> ChildSpec:
-    module = "proxy" if role == "proxy" else f"{role}_node"
-    return ChildSpec(name, role, [sys.executable, "-m", module, *flags], url)
+    return ChildSpec(name, role, [sys.executable, "-m", "tandem", role, *flags], url, environment=QUIET)
 
 
 def _stop_on_signals(supervisor: Supervisor) -> asyncio.Event:

@@ -1,6 +1,6 @@
 """`tandem config`: what a process would run with, and where each value comes from. Starts nothing.
 
-What it prints is itself a file for --config: values in YAML, origins as comments, secrets left out.
+What it prints is itself a section of a file for --config: values in YAML, origins as comments, secrets left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from common.argument_parser import Parser
 from common.command_line import Flags, Resolved, plain_value, read_config
 from common.config_file import PROCESSES, config_class_of
+from common.config_variables import warn_of_unknown_variables
 
 _MAX_VALUE_WIDTH = 40
 
@@ -29,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     config_class = config_class_of(process)
     assert issubclass(config_class, Flags)
     resolved = read_config(config_class, rest, prog=f"tandem config {process}")
-    print("\n".join([f"# tandem {process}", *lines(resolved)]))
+    warn_of_unknown_variables()
+    print("\n".join([f"{process}:", *(f"  {line}" for line in lines(resolved))]))
     return 0
 
 
@@ -39,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tandem config",
         usage=f"%(prog)s [{'|'.join(PROCESSES)}] [FLAGS OF THAT COMMAND]",
         description="Prints every value that a command would run with and where it comes from: a flag, an environment "
-        "variable, a line of the file of --config, or the default. The output can be used as such a file.",
+        "variable, a line of the file of --config, or the default. The output is a section of such a file.",
     )
     parser.add_argument("command", choices=list(PROCESSES), help="whose config (default: serve)")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="those of that command")

@@ -19,6 +19,7 @@ import aiohttp
 
 from common.errors import UnavailableError
 from tandem.child import Child, ChildSpec
+from tandem.log_lines import last_words, read_log_line
 
 _POLL_SECONDS = 0.1
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
@@ -93,8 +94,9 @@ class Supervisor:
 
     def _on_line(self, name: str, line: str) -> None:
         """Warnings and errors of a process reach the person; all the rest is in its log file."""
-        if not self._is_stopping and line.split(" ", 2)[1:2] in (["warning"], ["error"]):
-            self._report(f"[{name}] {line}")
+        read = read_log_line(line)
+        if not self._is_stopping and read.is_worth_a_look:
+            self._report(f"[{name}] {read.text}")
 
     def _whose_logs(self) -> str:
         return "logs: " + ", ".join(str(child.log_path) for child in self.children)
@@ -109,12 +111,13 @@ async def is_ready(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 def describe_death(child: Child) -> str:
-    """Who, how, and its last words."""
+    """Who, how, its last words, and where all of them are."""
     code = child.exit_code
     assert code is not None
     how = f"exit status {code}" if code >= 0 else f"signal {_signal_name(-code)}"
-    lines = "\n".join(f"    {line}" for line in child.tail) or "    (it wrote nothing)"
-    return f"{child.spec.name} ended with {how}; its last lines ({child.log_path}):\n{lines}"
+    unnamed = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+    words = last_words(child.tail) or [f"(it named no cause{unnamed})"]
+    return "\n    ".join([f"{child.spec.name} ended with {how}; its whole log: {child.log_path}", *words])
 
 
 def _signal_name(number: int) -> str:

@@ -15,11 +15,11 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from common.errors import CheckpointError, GrammarError, InvalidRequestError
+from common.grammar.complaints import refusal
 from common.grammar.matcher import CompiledGrammar
 from common.structured_output import Kind, StructuredOutput
 
 MAX_KEPT = 128
-_MAX_COMPLAINT = 512  # characters of the library's messages, which quote the grammar
 
 _LIMITS = LLParserLimits(max_lexer_states=50_000, step_max_items=20_000, verbose_errors=False)
 """A step's mask takes at most some 50 ms of a core; the library's other limits stay as they are."""
@@ -43,12 +43,14 @@ class GrammarCompiler:
         self._compiled = lru_cache(maxsize=MAX_KEPT)(self._compile)
 
     def compile(self, wanted: StructuredOutput) -> CompiledGrammar:
-        """Raises InvalidRequestError naming the field and what the library has against the grammar."""
+        """Raises InvalidRequestError naming the field and what is wrong with the grammar."""
         try:
             return self._compiled(wanted.kind, wanted.text)
-        except (CheckpointError, GrammarError, ValueError) as error:
-            text = f"{wanted.field}: {str(error)[:_MAX_COMPLAINT]}"
-            raise InvalidRequestError(text, param=wanted.field) from None
+        except CheckpointError as error:
+            text = error.message
+        except (GrammarError, ValueError) as error:
+            text = refusal(wanted.kind, str(error))
+        raise InvalidRequestError(f"{wanted.field}: {text}", param=wanted.field)
 
     def _compile(self, kind: Kind, text: str) -> CompiledGrammar:
         vocabulary, source = self._load_vocabulary(), _as_llguidance(kind, text)

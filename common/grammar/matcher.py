@@ -12,6 +12,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from common.errors import GrammarError
+from common.grammar.complaints import essential
 
 
 class CompiledGrammar:
@@ -64,4 +65,5 @@ class GrammarMatcher:
         return mask
 
     def _complaint(self) -> str:
-        return self._matcher.get_error().removesuffix("<non-verbose/>").strip() or "they do not match"
+        error = self._matcher.get_error()
+        return essential(error) if error else "they do not match"

@@ -1,14 +1,20 @@
-"""Keywords of `LLM` and `AsyncLLM`: the server's flags, for an engine that has the machine to itself."""
+"""Keywords of `LLM` and `AsyncLLM`: the server's flags, for an engine that has the machine to itself.
+
+Programs written for vLLM name more of them. One whose value asks for nothing but what happens here anyway is taken;
+any other value of it is refused, so that nobody believes to have it.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from common.argument_parser import did_you_mean
 from common.config import EngineFlags, Share
+from common.config_variables import warn_of_unknown_variables
 from common.errors import ConfigError
 
 
@@ -28,17 +34,73 @@ class OfflineFlags(EngineFlags):
         return self.num_threads or len(os.sched_getaffinity(0))
 
 
+_WITHOUT_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "distributed_executor_backend": (),
+    "enable_expert_parallel": (False,),
+    "disable_custom_all_reduce": (True, False),
+    "device": ("auto", "cpu"),
+    "runner": ("auto", "generate"),
+    "task": ("auto", "generate"),
+    "trust_remote_code": (False,),
+    "revision": (),
+    "code_revision": (),
+    "tokenizer_revision": (),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "download_dir": (),
+    "hf_token": (False,),
+    "hf_overrides": ({},),
+    "load_format": ("auto",),
+    "quantization": (),
+    "kv_cache_dtype": ("auto",),
+    "enforce_eager": (True, False),  # steps are always run so
+    "compilation_config": (0, {}),
+    "cpu_offload_gb": (0,),
+    "async_scheduling": (False,),
+    "speculative_config": (),
+    "enable_lora": (False,),
+    "limit_mm_per_prompt": ({},),
+    "mm_processor_kwargs": ({},),
+    "allowed_local_media_path": ("",),
+    "disable_log_stats": (True,),
+}
+"""By keyword of vLLM's that is none of ours, the values that change nothing here; None is one of each."""
+
+
 def make_flags(model: str, keywords: dict[str, Any]) -> OfflineFlags:
-    """Raises ConfigError naming the keyword, its value and what is allowed."""
-    for name in keywords:
-        if name not in OfflineFlags.model_fields:
-            close = difflib.get_close_matches(name, OfflineFlags.model_fields, n=1)
-            hint = f", did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"LLM has no keyword {name!r}{hint}")
+    """None stands for the default. Raises ConfigError naming the keyword, its value and what is allowed."""
+    given = {name: value for name, value in keywords.items() if _counts(name, value, model)}
+    warn_of_unknown_variables(OfflineFlags)
     try:
-        return OfflineFlags(model=model, **keywords)
+        return OfflineFlags(model=model, **given)
     except ValidationError as error:
         detail = error.errors()[0]
         name = str(detail["loc"][0]) if detail["loc"] else "LLM"
         text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
         raise ConfigError(f"{name} is {detail['input']!r}: {text[:1].lower()}{text[1:]}") from None
+
+
+def _counts(name: str, value: object, model: str) -> bool:
+    """Whether this keyword is for the flags; otherwise its value is one that changes nothing, or ConfigError."""
+    if name in OfflineFlags.model_fields:
+        return value is not None
+    if name == "tokenizer":
+        without_effect: tuple[object, ...] = (model,)
+    elif name in _WITHOUT_EFFECT:
+        without_effect = _WITHOUT_EFFECT[name]
+    else:
+        known = [*OfflineFlags.model_fields, "tokenizer", *_WITHOUT_EFFECT]
+        raise ConfigError(f"LLM has no keyword {name!r}{did_you_mean(name, known)}")
+    if value is not None and not any(_is_same(value, one) for one in without_effect):
+        advice = f"only {' or '.join(map(repr, without_effect))} is" if without_effect else "leave it out"
+        raise ConfigError(f"{name} is {value!r}, which is not supported; {advice}")
+    return False
+
+
+def _is_same(value: object, other: object) -> bool:
+    """True is no 1 here."""
+    return isinstance(value, bool) is isinstance(other, bool) and value == other

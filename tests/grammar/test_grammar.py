@@ -255,7 +255,7 @@ def test_a_grammar_that_needs_more_than_the_limits_says_so(
             "too large",
         ),
         ("regex", "((", "unclosed group"),
-        ("regex", "(" * 20000 + ")" * 20000, "regex"),
+        ("regex", "(" * 20000 + ")" * 20000, "exceed the maximum number of nested parentheses"),
         ("choice", "[]", "length >= 1"),
         ("choice", '["a", 1]', "Expected `str`"),
         ("grammar", 'start: "a" nope', "nope"),
@@ -272,6 +272,46 @@ def test_what_is_no_grammar_is_refused_with_the_complaint(
     assert caught.value.param == "guided"
     assert complaint in caught.value.message
     assert len(caught.value.message) < 600
+    assert caught.value.message.isprintable(), "one line"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("regex", "a(b", "this regular expression cannot be used: unclosed group: '(' at character 2"),
+        ("regex", 'a"(in regex)("', "this regular expression cannot be used: unclosed group: '(' at character 13"),
+        (
+            "regex",
+            "(?P<a>x)(?P<a>y)",
+            "this regular expression cannot be used: duplicate capture group name: 'a' at character 13",
+        ),
+        ("regex", r"a\bc", r"this regular expression cannot be used: look-around and \b are not supported"),
+        ("grammar", 'start: "a"\nstart: "b"', 'this grammar cannot be used: line 2, column 8: duplicate rule: "start"'),
+        ("grammar", "start: /(/", "this grammar cannot be used: line 1, column 8: unclosed group: '(' at character 1"),
+        (
+            "grammar",
+            "start: start",
+            "this grammar cannot be used: the grammar gave up after 0 outputs: no token may follow",
+        ),
+        (
+            "grammar",
+            'root ::= "a" | b',
+            "this grammar cannot be used: read as GBNF (Lark has a rule `start:`): Rule 'b' not found",
+        ),
+        ("json_schema", "[]", "this JSON schema cannot be used: it is no JSON object"),
+        (
+            "json_schema",
+            '{"type": "string", "pattern": "(a"}',
+            "this JSON schema cannot be used: unclosed group: '(' at character 1",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_without_what_the_library_wraps_around_it(
+    compiler: GrammarCompiler, kind: Kind, text: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.compile(StructuredOutput(kind, text, "guided"))
+    assert caught.value.message == f"guided: {message}"
 
 
 def test_equal_texts_are_compiled_once(compiler: GrammarCompiler) -> None:

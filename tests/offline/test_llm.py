@@ -15,7 +15,7 @@ import pytest
 from common.config import EngineFlags
 from common.engine.engine import Engine
 from common.errors import ConfigError, ContextLengthError, InvalidRequestError
-from common.offline.flags import OfflineFlags
+from common.offline.flags import _WITHOUT_EFFECT, OfflineFlags, make_flags
 from common.offline.llm import LLM
 from common.offline.params import SamplingParams, StructuredOutputsParams
 from common.scheduling.output import StepResult
@@ -317,6 +317,25 @@ def test_keywords_are_the_servers_flags() -> None:
     assert set(EngineFlags.model_fields) <= set(OfflineFlags.model_fields)
 
 
+def test_values_that_change_nothing_here_are_taken() -> None:
+    neutral: dict[str, Any] = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "trust_remote_code": False,
+        "quantization": None,
+        "revision": None,
+        "load_format": "auto",
+        "cpu_offload_gb": 0.0,
+        "enforce_eager": True,
+        "tokenizer": "some/model",
+        "seed": None,
+        "max_num_seqs": None,
+    }
+    assert make_flags("some/model", neutral) == make_flags("some/model", {})
+    assert make_flags("some/model", {"seed": 3, **dict.fromkeys(_WITHOUT_EFFECT)}).seed == 3
+    assert not set(OfflineFlags.model_fields) & set(_WITHOUT_EFFECT), "a flag has an effect"
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -324,6 +343,13 @@ def test_keywords_are_the_servers_flags() -> None:
         ({"max_model_len": 0}, "max_model_len is 0: must be greater than or equal to 1"),
         ({"dtype": "float8"}, "dtype is 'float8': must be 'float32'"),
         ({"max_model_len": 4096}, "4096, the model's context has 256"),
+        ({"tensor_paralel_size": 1}, "no keyword 'tensor_paralel_size', did you mean tensor_parallel_size?"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, which is not supported; only 1 is"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size is True, which is not supported"),
+        ({"trust_remote_code": True}, "trust_remote_code is True, which is not supported; only False is"),
+        ({"quantization": "awq"}, "quantization is 'awq', which is not supported; leave it out"),
+        ({"tokenizer": "another"}, "tokenizer is 'another', which is not supported; only '"),
+        ({"device": "cuda"}, "device is 'cuda', which is not supported; only 'auto' or 'cpu' is"),
     ],
 )
 def test_wrong_keywords_are_named(make_llm: Callable[..., LLM], keywords: dict[str, Any], message: str) -> None:

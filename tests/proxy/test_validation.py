@@ -371,6 +371,24 @@ async def test_unknown_paths_and_methods(proxy: Any, method: str, path: str, sta
         assert ("Allow" in reply.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", ", did you mean /v1/chat/completions?"),
+        ("/completions", ", did you mean /v1/completions?"),
+        ("/v1/v1/models", ", did you mean /v1/models?"),
+        ("/v1/chat/completions/", ", did you mean /v1/chat/completions?"),
+        ("/v1/health", ", did you mean /health?"),
+        ("/wp-login.php", ""),
+        ("/v1/chat/completions" + "/" * 500, ""),
+    ],
+)
+async def test_a_path_that_is_nearly_right_is_told_the_right_one(proxy: Any, path: str, hint: str) -> None:
+    async with proxy.request("POST", path, json={}) as reply:
+        assert reply.status == 404
+        assert (await reply.json())["error"]["message"] == f"there is no {path}{hint}"
+
+
 async def test_a_body_over_the_cap(start_proxy: Any) -> None:
     proxy = await start_proxy(max_body_bytes=1000)
     error = await refused(proxy, COMPLETIONS, {"prompt": "x" * 2000}, 413)

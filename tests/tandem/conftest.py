@@ -26,6 +26,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 print("2026-01-01T00:00:00.000 info child started", flush=True)
 print("2026-01-01T00:00:00.000 warning child beware", flush=True)
+if "json" in words:
+    head = '{"time": "2026-01-01T00:00:00.001", "level": "warning", "process": "child"'
+    print(head + ', "event": "odd", "n": 3}', flush=True)
 if "fails" in words:
     print("cannot load the model", flush=True)
     sys.exit(3)

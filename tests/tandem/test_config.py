@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from common.config import NodeFlags, parse, to_flags
+from common.config import Flags, NodeFlags, parse, to_flags
+from common.config_variables import QUIET, known_variables, warn_of_unknown_variables
+from common.offline.flags import OfflineFlags
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_defaults() -> None:
@@ -69,10 +81,10 @@ def test_a_wrong_flag_is_one_clear_line_and_status_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        parse(NodeFlags, argv, prog="decode_node")
+        parse(NodeFlags, argv, prog="tandem decode")
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"decode_node: {message}")
+    assert error.startswith(f"tandem decode: {message}")
     assert error.count("\n") == 1
 
 
@@ -83,6 +95,70 @@ def test_a_wrong_environment_variable_is_named(
     with pytest.raises(SystemExit):
         parse(NodeFlags, [])
     assert "TANDEM_BLOCK_SIZE is 9: must be 8, 16 or 32" in capsys.readouterr().err
+
+
+# --- variables that mean nothing ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warn(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Sets these variables; what is said of them."""
+
+    def warn(*classes: type[Flags], **variables: str) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            caplog.clear()
+            warn_of_unknown_variables(*classes)
+        return [record.getMessage() for record in caplog.records]
+
+    return warn
+
+
+def test_a_mistyped_variable_is_named_with_the_nearest_in_one_line(warn: Callable[..., list[str]]) -> None:
+    said = "set in the environment, but nothing reads it: "
+    assert warn(TANDEM_MAX_NUM_SEQ="value") == [f"{said}TANDEM_MAX_NUM_SEQ, did you mean TANDEM_MAX_NUM_SEQS?"]
+    assert warn(TANDEM_ZZZ="1", TANDEM_DRAIN_SECOND="2", TANDEMX="3", TANDEM_PORT="4") == [
+        f"{said}TANDEM_DRAIN_SECOND, did you mean TANDEM_DRAIN_SECONDS?; TANDEM_ZZZ"
+    ]
+
+
+def test_known_and_empty_variables_are_not_spoken_of(warn: Callable[..., list[str]]) -> None:
+    assert not warn()
+    known = ("PORT", "API_KEY", "CONFIG", "CACHE_DIR", "MODELS_DIR", "TORCH_INDEX", "max_queue", "PREFILL")
+    assert not warn(**{f"TANDEM_{name}": "1" for name in known}, TANDEM_NOPE="")
+    assert warn(TANDEM_SEED="1")
+    assert not warn(OfflineFlags, TANDEM_SEED="1")
+
+
+def test_a_process_whose_parent_has_said_it_says_nothing(warn: Callable[..., list[str]]) -> None:
+    assert not warn(**QUIET, TANDEM_NOPE="1")
+
+
+def test_every_variable_that_our_files_name_is_known() -> None:
+    files = [*ROOT.glob("compose*.yaml"), ROOT / "Dockerfile", ROOT / "Makefile", *ROOT.glob("deploy/*.*")]
+    named = {name for path in files for name in re.findall(r"\bTANDEM_[A-Z_]+[A-Z]\b", path.read_text())}
+    assert {"TANDEM_TORCH_INDEX", "TANDEM_MODELS_DIR", "TANDEM_ENGINE_DIR"} <= named
+    assert named <= known_variables()
+
+
+def test_every_process_says_it_once_and_goes_on(tmp_path: Path) -> None:
+    """They end at the model, which is not there."""
+    environment = {**os.environ, "TANDEM_MAX_NUM_SEQ": "3", "TANDEM_CACHE_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tandem", *argv]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    for command in ("serve", "proxy", "decode"):
+        result = run(command, str(tmp_path / "none"), "--log-format", "json")
+        assert result.returncode == 1
+        [warning] = [line for line in result.stderr.splitlines() if "TANDEM_MAX_NUM_SEQ," in line]
+        assert json.loads(warning)["level"] == "warning"
+        assert result.stderr.splitlines()[-1].startswith(f"tandem {command}: ")
+    shown = run("config", "decode")
+    assert shown.returncode == 0
+    assert shown.stderr.count("TANDEM_MAX_NUM_SEQS?") == 1
 
 
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

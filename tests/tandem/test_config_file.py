@@ -34,13 +34,13 @@ def write(tmp_path: Path) -> Write:
 ALL_PROCESSES = """\
 model: some/model
 max-num-seqs: 32          # - is _
-port: 9000
+port: 0
 max_queue: 7              # the proxy's alone
 proxy: [tcp://a:1, tcp://b:2]
 decode:
   max_num_seqs: 64
   lease_seconds: 3
-prefill:
+prefill: {port: 9000}
 serve: {decode: 2, drain_seconds: 0.5}
 """
 
@@ -68,10 +68,10 @@ def test_flag_environment_file_default(write: Write, monkeypatch: pytest.MonkeyP
 
 
 def test_the_file_may_be_named_in_the_environment(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_CONFIG", write("port: 5"))
-    assert parse(NodeFlags, []).port == 5
+    monkeypatch.setenv("TANDEM_CONFIG", write("max_num_seqs: 5"))
+    assert parse(NodeFlags, []).max_num_seqs == 5
     monkeypatch.setenv("TANDEM_CONFIG", "")
-    assert parse(NodeFlags, []).port == 0
+    assert parse(NodeFlags, []).max_num_seqs == 64
 
 
 def test_values_mean_what_they_mean_behind_a_flag(write: Write) -> None:
@@ -83,9 +83,9 @@ kv_cache_memory_bytes: 1.5GiB
 max_model_len: null
 max_num_seqs: ~
 proxy: tcp://a:1,tcp://b:2
-record_steps: steps.jsonl
+decode: {record_steps: steps.jsonl}
 """
-    config = parse(NodeFlags, ["--config", write(text)])
+    config = parse(DecodeConfig, ["--config", write(text)])
     assert config.served_model_name == "0123"
     assert config.enable_prefix_caching is False
     assert config.swap_space == 2**31
@@ -93,6 +93,39 @@ record_steps: steps.jsonl
     assert (config.max_model_len, config.max_num_seqs) == (None, 64)
     assert config.proxy == ("tcp://a:1", "tcp://b:2")
     assert config.record_steps == Path("steps.jsonl")
+
+
+_OF_PORT = "`proxy: {port: 9000}` or `prefill: {port: 9000}` or `decode: {port: 9000}`"
+
+
+@pytest.mark.parametrize(
+    ("text", "config_class", "sections"),
+    [
+        ("port: 9000", DecodeConfig, _OF_PORT),
+        ("port: 9000", PrefillConfig, _OF_PORT),
+        ("fetch-port: 7", PrefillConfig, "`prefill: {fetch_port: 7}` or `decode: {fetch_port: 7}`"),
+        ("record_steps: a", DecodeConfig, "`prefill: {record_steps: a}` or `decode: {record_steps: a}`"),
+    ],
+)
+def test_what_only_one_process_can_have_is_refused_at_the_top_with_its_section(
+    write: Write, text: str, config_class: type[NodeFlags], sections: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(f"max_num_seqs: 3\n{text}\n")
+    with pytest.raises(SystemExit) as exit_info:
+        parse(config_class, ["--config", path], prog="tandem decode")
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tandem decode: {path}:2: {text.split(':')[0].replace('-', '_')} stands at the top")
+    assert f"write {sections} (see" in error
+
+
+def test_the_port_at_the_top_is_that_of_the_api(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--config", write("port: 9000\nfetch_port: 0\nprefill: {port: 9001}")]
+    assert parse(ServeConfig, argv).port == parse(ProxyConfig, argv).port == 9000
+    assert parse(PrefillConfig, argv).port == 9001
+    assert parse(DecodeConfig, [*argv, "--port", "9002"]).port == 9002, "as `tandem serve` starts one"
+    monkeypatch.setenv("TANDEM_PORT", "9003")
+    assert parse(DecodeConfig, argv).port == 9003
 
 
 def test_an_empty_file_says_nothing(write: Write) -> None:
@@ -107,6 +140,8 @@ def test_an_empty_file_says_nothing(write: Write) -> None:
         ("decode:\n  max_queue: 3", ":2: unknown key max_queue of decode; it is one of proxy"),
         ("config: other.yaml", ":1: unknown key config"),
         ("port: 1\n\nport: 2", ":3: port is given twice, first in line 1"),
+        ("decode: {port: 1}\ndecode: 2", ":2: decode is given twice, first in line 1; the value goes into serve:"),
+        ("proxy: a\nproxy: {}", ":2: proxy is given twice, first in line 1; the value goes into prefill: and decode:"),
         ("max-queue: 1\nmax_queue: 2", ":2: max_queue is given twice, first in line 1"),
         ("port: {a: 1}", ":1: port must be a value or a list of values"),
         ("proxy_args: [[a]]", ":1: proxy_args must be a value or a list of values"),
@@ -148,7 +183,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
 def _shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, tuple[str, str]]:
     """By name, (value, origin)."""
     assert main(["config", *argv]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if ": " in line]
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if ": " in line]
     parts = [line.rsplit("  # ", 1) for line in lines]
     return {value.split(": ", 1)[0]: (value.split(": ", 1)[1].strip(), origin) for value, origin in parts}
 
@@ -182,11 +217,13 @@ def test_what_config_prints_is_a_file_that_gives_the_same_config(
 ) -> None:
     argv = ["a: b # c", "--log-level", "debug"]
     if process != "proxy":
+        argv += ["--record-steps", "steps.jsonl"]
         argv += ["--kv-cache-memory-bytes", "1000000001B", "--swap-space", "0.5", "--block-size", "8"]
     if process == "serve":
         argv += ["--proxy-args", "--api-key 'a b'"]
     assert main(["config", process, *argv]) == 0
     printed = capsys.readouterr().out
+    assert printed.startswith(f"{process}:\n")
     config_class = config_class_of(process)
     assert issubclass(config_class, NodeFlags | ProxyConfig | ServeConfig)
     again: Resolved[NodeFlags | ProxyConfig | ServeConfig] = read_config(config_class, ["--config", write(printed)])

@@ -15,6 +15,7 @@ import pytest
 
 from common.command_line import read_config
 from common.config import EngineFlags, parse
+from common.config_variables import QUIET
 from common.errors import ConfigError, UnavailableError
 from decode_node.config import DecodeConfig
 from tandem import serve
@@ -39,8 +40,11 @@ def _flag(spec: ChildSpec, name: str) -> str:
 def test_the_default_is_a_trio_that_shares_one_model() -> None:
     proxy, prefill, decode = _specs()
     assert [s.name for s in (proxy, prefill, decode)] == ["proxy", "prefill", "decode"]
-    assert [s.command[2] for s in (proxy, prefill, decode)] == ["proxy", "prefill_node", "decode_node"]
+    assert [s.command[1:4] for s in (proxy, prefill, decode)] == [
+        ["-m", "tandem", role] for role in ("proxy", "prefill", "decode")
+    ]
     for spec in (proxy, prefill, decode):
+        assert spec.environment == QUIET
         assert _flag(spec, "--model") == "/models/tiny"
         assert _flag(spec, "--served-model-name") == "smollm2-135m-instruct"
     assert _flag(proxy, "--control-endpoint") == _flag(prefill, "--proxy") == _flag(decode, "--proxy")
@@ -78,8 +82,8 @@ def test_what_is_passed_on_is_understood_by_every_process() -> None:
 
     proxy, prefill, decode = _specs("--kv-cache-memory-bytes", "1GiB", "--max-model-len", "512", "--dtype", "bfloat16")
     for spec, config_class in ((proxy, ProxyConfig), (prefill, PrefillConfig), (decode, DecodeConfig)):
-        parse(config_class, spec.command[3:])
-    assert parse(DecodeConfig, decode.command[3:]).kv_cache_memory_bytes == 2**30
+        parse(config_class, spec.command[4:])
+    assert parse(DecodeConfig, decode.command[4:]).kv_cache_memory_bytes == 2**30
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +196,9 @@ def test_processes_read_their_own_sections_and_only_what_serve_was_given_is_pass
     from proxy.config import ProxyConfig
 
     specs = _specs("--config", config_file, "--block-size", "8", "--insecure")
-    proxy = parse(ProxyConfig, specs[0].command[3:])
-    prefill = parse(PrefillConfig, specs[1].command[3:])
-    decode = parse(DecodeConfig, specs[2].command[3:])
+    proxy = parse(ProxyConfig, specs[0].command[4:])
+    prefill = parse(PrefillConfig, specs[1].command[4:])
+    decode = parse(DecodeConfig, specs[2].command[4:])
     assert (prefill.max_num_seqs, decode.max_num_seqs) == (8, 4)
     assert (prefill.num_threads, decode.num_threads) == (2, 3)
     assert (prefill.cpu_memory_utilization, decode.cpu_memory_utilization) == (0.2, 0.6)
@@ -222,3 +226,15 @@ def test_what_the_file_says_in_vain_is_said(config_file: str) -> None:
         f"{config_file}:4: proxy.port does not count here, `tandem serve` decides it"
     ]
     assert serve.ignored_keys(read_config(ServeConfig, [])) == []
+
+
+def test_what_stands_at_the_top_in_vain_is_said_too(tmp_path: Path) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text("port: 8000\nfetch_port: 7000\ndecode: {fetch_port: 1}\n")
+    resolved = read_config(ServeConfig, ["--config", str(path)])
+    assert [line.split(" ")[:2] for line in serve.ignored_keys(resolved)] == [
+        [f"{path}:2:", "fetch_port"],
+        [f"{path}:3:", "decode.fetch_port"],
+    ]
+    specs = serve.make_specs(resolved, Path("/models/tiny"), 8000, "tcp://127.0.0.1:8100")
+    assert parse(DecodeConfig, specs[2].command[4:]).fetch_port == 0, "what is at the top is not refused then"

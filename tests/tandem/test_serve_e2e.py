@@ -121,13 +121,13 @@ def test_a_prefill_node_that_dies_is_lived_without_and_the_last_decode_node_is_n
     start_serve: Callable[[], Served],
 ) -> None:
     served = start_serve()
-    by_role = {Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2]: pid for pid in served.children()}
-    assert set(by_role) == {"proxy", "prefill_node", "decode_node"}
-    os.kill(by_role["prefill_node"], signal.SIGKILL)
+    by_role = {Path(f"/proc/{pid}/cmdline").read_text().split("\0")[3]: pid for pid in served.children()}
+    assert set(by_role) == {"proxy", "prefill", "decode"}
+    os.kill(by_role["prefill"], signal.SIGKILL)
     body = json.dumps({"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 2})
     answer = run_shell(f"curl -s {served.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
     assert json.loads(answer)["usage"]["completion_tokens"] > 0
-    os.kill(by_role["decode_node"], signal.SIGKILL)
+    os.kill(by_role["decode"], signal.SIGKILL)
     _, errors = served.process.communicate(timeout=30)
     assert served.process.returncode == 1
     assert "prefill ended with signal SIGKILL" in errors
