@@ -1,7 +1,7 @@
 """Builds the compiled CPU kernels (kernels/cpu/src); all else about the package stands in pyproject.toml.
 
-Every instruction set is the same sources compiled with other flags. One that the compiler does not know is left out, and
-without a compiler the package is installed without them: the kernels in plain torch serve then, and say so.
+Every instruction set is the same sources compiled with other flags. One that the compiler does not know is left out.
+Without a compiler the package is installed without them: the kernels in plain torch serve then, and say so.
 """
 
 import os
@@ -48,7 +48,8 @@ class BuildKernels(build_ext):
         extra = [f"-fsanitize={os.environ['TANDEM_SANITIZE']}", "-g"] if os.environ.get("TANDEM_SANITIZE") else []
         sets = INSTRUCTION_SETS.get(platform.machine(), {"scalar": []})
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled = dict(zip(sets, pool.map(lambda name: self._compile(name, sets[name] + extra), sets), strict=True))
+            objects = pool.map(lambda name: self._compile(name, sets[name] + extra), sets)
+            compiled = dict(zip(sets, objects, strict=True))
         missing = [name for name, objects in compiled.items() if not objects]
         if missing:
             print(f"tandem: this compiler cannot build kernels for {', '.join(missing)}", file=sys.stderr)

@@ -72,7 +72,7 @@ def test_a_node_without_torch_says_what_to_install(role: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    expected = f"{role}: torch not installed: nodes and LLM need pip install 'tandem-serve[engine]'"
+    expected = f"tandem {role}: torch not installed: nodes and LLM need pip install 'tandem-serve[engine]'"
     assert result.stderr.strip() == expected
 
 
