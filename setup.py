@@ -14,7 +14,7 @@ from pathlib import Path
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError, CompileError
+from setuptools.errors import BaseError, CompileError, LinkError
 
 SOURCES = "kernels/cpu/src"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
@@ -31,11 +31,27 @@ INSTRUCTION_SETS = {
 FLAGS = ["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-pthread"]
 
 
+def sanitizer_flags() -> list[str]:
+    """TANDEM_SANITIZE=address,undefined: for `make test-sanitized`.
+
+    All that is inlined and unrolled has checks of its own, so that the plain flags compile for over ten minutes. Left
+    out are the checks of pointers that AddressSanitizer makes better, and calls take the place of inlined ones.
+    """
+    wanted = os.environ.get("TANDEM_SANITIZE")
+    if not wanted:
+        return []
+    return [
+        *("-O1", "-g1", f"-fsanitize={wanted}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+        *("-fno-sanitize=null,alignment,object-size,pointer-overflow", "-fno-sanitize-address-use-after-scope"),
+        *("--param", "asan-instrumentation-with-call-threshold=0"),
+    ]
+
+
 class BuildKernels(build_ext):
     def run(self) -> None:
         try:
             super().run()
-        except (BaseError, OSError) as error:
+        except (BaseError, CompileError, LinkError, OSError) as error:  # the compiler's may be no BaseError
             print(
                 f"tandem: the compiled CPU kernels could not be built ({error});"
                 " installing without them, plain torch serves instead, several times slower",
@@ -44,9 +60,10 @@ class BuildKernels(build_ext):
             self.extensions = []  # nothing to copy
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        # TANDEM_SANITIZE=address,undefined: for the tests of the kernels under sanitizers
-        extra = [f"-fsanitize={os.environ['TANDEM_SANITIZE']}", "-g"] if os.environ.get("TANDEM_SANITIZE") else []
+        extra = sanitizer_flags()
         sets = INSTRUCTION_SETS.get(platform.machine(), {"scalar": []})
+        if wanted := os.environ.get("TANDEM_INSTRUCTION_SETS"):
+            sets = {name: sets[name] for name in wanted.split(",") if name in sets}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = pool.map(lambda name: self._compile(name, sets[name] + extra), sets)
             compiled = dict(zip(sets, objects, strict=True))
@@ -76,7 +93,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "kernels.cpu._native",
-            [f"{SOURCES}/{name}.cpp" for name in ("binding", "threads", "workspace")],
+            [f"{SOURCES}/{name}.cpp" for name in ("binding", "memory", "threads", "workspace")],
             depends=sorted(glob(f"{SOURCES}/*")),
             cxx_std=20,
         )

@@ -16,6 +16,8 @@ from functools import cached_property
 from typing import Literal, get_args
 
 KVDType = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4", "gguf"]
+"""What a model's matrices are multiplied as; gguf: in the 4 or 8 bits of the GGUF file that they came in."""
 BLOCK_SIZES = (8, 16, 32)
 _ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

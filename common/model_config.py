@@ -39,6 +39,7 @@ class ModelConfig:
 
     eos_token_ids: union of what config, generation config and tokenizer config call an end token.
     fingerprint: equal for equal models; another revision, precision or rope setting has another one.
+    stored_dtype: what the config says that the weights are; empty where it says nothing.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class ModelConfig:
     mlp_bias: bool
     eos_token_ids: frozenset[int]
     fingerprint: str
+    stored_dtype: str = ""
 
 
 def load_model_config(directory: Path) -> ModelConfig:
@@ -86,7 +88,8 @@ def load_model_config(directory: Path) -> ModelConfig:
         "mlp_bias": config.boolean("mlp_bias"),
         "eos_token_ids": _eos_token_ids(directory, config),
     }
-    return ModelConfig(**values, fingerprint=_fingerprint(values, weight_files(directory)))
+    fingerprint = _fingerprint(values, weight_files(directory))
+    return ModelConfig(**values, fingerprint=fingerprint, stored_dtype=_stored_dtype(config))
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -180,6 +183,11 @@ def _head_dim(config: _ConfigFile, num_heads: int) -> int:
     if head_dim % 2:
         raise config.error(f"head_dim is {head_dim}, must be even")
     return head_dim
+
+
+def _stored_dtype(config: _ConfigFile) -> str:
+    """`dtype`, in older files `torch_dtype`."""
+    return str(config.values.get("dtype") or config.values.get("torch_dtype") or "").removeprefix("torch.")
 
 
 # --- position encoding ----------------------------------------------------------------------------------------------

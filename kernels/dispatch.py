@@ -22,6 +22,7 @@ _REFERENCE = {
     "paged_attention": "kernels.reference_attention.paged_attention",
     "copy_blocks": "kernels.reference.copy_blocks",
     "top_k": "kernels.reference.top_k",
+    "want_huge_pages": "kernels.reference.want_huge_pages",
     "pack_weight": "kernels.packed_linear.pack_weight",
 }
 _NATIVE = _REFERENCE | {
@@ -32,6 +33,7 @@ _NATIVE = _REFERENCE | {
     "write_kv": "kernels.cpu.ops.write_kv",
     "paged_attention": "kernels.cpu.ops.paged_attention",
     "top_k": "kernels.cpu.ops.top_k",
+    "want_huge_pages": "kernels.cpu.ops.want_huge_pages",
     "pack_weight": "kernels.cpu.ops.pack_weight",
     "fuse_layer": "kernels.cpu.layer.fuse_layer",
 }

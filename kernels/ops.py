@@ -32,6 +32,7 @@ __all__ = [
     "rotary_embedding",
     "silu_and_mul",
     "top_k",
+    "want_huge_pages",
     "write_kv",
 ]
 
@@ -106,6 +107,11 @@ def paged_attention(
     _check(is_right, "paged_attention", q, pool)
     out: torch.Tensor = implementation("paged_attention", q.device.type)(q, pool, layer, plan, options, scales)
     return out
+
+
+def want_huge_pages(memory: torch.Tensor) -> None:
+    """Asks the system to back this memory with huge pages when it is first touched; does nothing where it cannot."""
+    implementation("want_huge_pages", memory.device.type)(memory)
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -26,11 +26,16 @@ _PACK_FOR_ROWS = 8
 class TorchWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
+        self._dtype = weight.dtype
         if _can_pack(weight.dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
         self.num_bytes = weight.numel() * weight.element_size()
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """In the weight's dtype, given back in that of x: a quantised weight is float32 beside bfloat16 rows."""
+        if x.dtype != self._dtype:
+            bias = None if bias is None else bias.to(self._dtype)
+            return self.multiply(x.to(self._dtype), bias).to(x.dtype)
         if not self._weight.is_mkldnn:
             return F.linear(x, self._weight, bias)
         num_rows = x.shape[0]

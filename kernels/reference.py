@@ -30,6 +30,10 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
         target[to_block].copy_(source[from_block])
 
 
+def want_huge_pages(_memory: torch.Tensor) -> None:
+    """torch has no say in this."""
+
+
 def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A stable sort: of equal numbers the lower index comes first. NaN counts as the lowest."""
     known = torch.where(x.isnan(), float("-inf"), x)

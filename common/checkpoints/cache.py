@@ -17,16 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.checkpoints.manifest import find_damage, write_manifest
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """$TANDEM_CACHE_DIR, else `tandem` in $XDG_CACHE_HOME, else ~/.cache/tandem."""
-    if own := os.environ.get("TANDEM_CACHE_DIR"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tandem"
+    """$TANDEM_CACHE_DIR, else `tandem` in $XDG_CACHE_HOME, else ~/.cache/tandem. Raises ConfigError without a home."""
+    try:
+        if own := os.environ.get("TANDEM_CACHE_DIR"):
+            return Path(own).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tandem"
+    except RuntimeError:  # a container may run as a user that nobody has made
+        raise ConfigError(
+            "no home folder of this user is known for the cache of models; name a folder with TANDEM_CACHE_DIR"
+        ) from None
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
@@ -88,7 +93,7 @@ def _remove(directory: Path) -> None:
 
 def _sync(directory: Path) -> None:
     """To disk before the rename: after a power loss a name must never stand over missing data."""
-    for path in directory.iterdir():
+    for path in directory.rglob("*"):
         _fsync(path)
     _fsync(directory)
 

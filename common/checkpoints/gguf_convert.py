@@ -1,7 +1,7 @@
 """GGUF file of the Llama architecture -> Hugging Face directory (float32 safetensors, config, tokenizer, template).
 
-Weights are stored as float32, which holds every dequantised value exactly. Knows Llama's tensor names and metadata;
-knows nothing of caches, locks or where the file came from.
+Weights are stored as float32, which holds every dequantised value exactly, and once more in the file's own 4 or 8 bits
+(gguf_quantized.py). Knows Llama's tensor names and metadata; knows nothing of caches or where the file came from.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
 from common.checkpoints.gguf_file import GGUFFile
+from common.checkpoints.gguf_quantized import quantized_specs, write_quantized
 from common.checkpoints.gguf_tokenizer import special_token_id, tokenizer_config, tokenizer_json
-from common.checkpoints.safetensors_writer import num_data_bytes, write_safetensors
+from common.checkpoints.safetensors_writer import TensorSpec, num_data_bytes, write_safetensors
 from common.errors import CheckpointError
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raised whenever the output changes, so that caches convert anew."""
+
+_Number = TypeVar("_Number", bound=np.generic)
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -53,7 +56,7 @@ def convert_gguf(path: Path, directory: Path, *, progress: bool = True) -> None:
     if template := gguf.get("tokenizer.chat_template", None):
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     _write_json(directory / "generation_config.json", _generation_config(gguf))
-    _write_weights(gguf, config, directory / "model.safetensors", progress)
+    _write_weights(gguf, config, directory, progress)
     _write_json(directory / "config.json", config)
 
 
@@ -84,7 +87,7 @@ def llama_config(gguf: GGUFFile) -> dict[str, Any]:
     }
 
 
-def unpermute(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def unpermute(values: npt.NDArray[_Number], num_heads: int) -> npt.NDArray[_Number]:
     """Rows of a Q or K projection from llama.cpp's order to Hugging Face's.
 
     llama.cpp rotates the neighbouring rows 2i and 2i+1 of a head together, Hugging Face rows i and i + head_dim/2.
@@ -159,21 +162,26 @@ def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def _write_weights(gguf: GGUFFile, config: dict[str, Any], path: Path, progress: bool) -> None:
+def _write_weights(gguf: GGUFFile, config: dict[str, Any], directory: Path, progress: bool) -> None:
     sources = dict(_renamed(gguf, config["num_hidden_layers"]))
-    shapes = {name: gguf.shape(source) for name, source in sources.items()}
+    specs = {name: TensorSpec(gguf.shape(source)) for name, source in sources.items()}
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
-    def load(name: str) -> npt.NDArray[np.float32]:
-        values = gguf.tensor(sources[name])
+    def reordered(name: str, rows: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
         heads = num_heads.get(name.split(".")[-2])
-        return values if heads is None else unpermute(values, heads)
+        return rows if heads is None else unpermute(rows, heads)
 
-    total = num_data_bytes(shapes)
+    total = num_data_bytes(specs) + num_data_bytes(quantized_specs(gguf, sources))
     with tqdm(
         total=total, desc=f"Converting {gguf.path.name}", unit="B", unit_scale=True, disable=None if progress else True
     ) as bar:
-        write_safetensors(path, shapes, load, bar.update)
+        write_safetensors(
+            directory / "model.safetensors",
+            specs,
+            lambda name: reordered(name, gguf.tensor(sources[name])),
+            bar.update,
+        )
+        write_quantized(gguf, sources, directory, reordered, bar.update)
 
 
 def _renamed(gguf: GGUFFile, num_layers: int) -> Iterator[tuple[str, str]]:

@@ -52,6 +52,14 @@ class GGUFFile:
             ) from None
         return np.ascontiguousarray(values.reshape(self.shape(name)), dtype=np.float32)
 
+    def type_name(self, name: str) -> str:
+        """As GGUF calls it: F32, Q4_1, ..."""
+        return self._tensors[name].tensor_type.name
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a matrix of a block type as they stand in the file, [rows, bytes of a row]."""
+        return self._tensors[name].data.view(np.uint8).reshape(self.shape(name)[0], -1)
+
     def _dequantized(self, tensor: ReaderTensor) -> npt.NDArray[np.float32]:
         with self._named_errors():
             values: npt.NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)

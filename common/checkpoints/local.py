@@ -6,6 +6,7 @@ Reads no weights: a safetensors file says in its header how long it must be.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,18 @@ def check_safetensors(path: Path) -> None:
             header_bytes = int.from_bytes(file.read(8), "little")
             text = file.read(min(header_bytes, _MAX_HEADER_BYTES))
     except OSError as error:
-        raise CheckpointError(f"{path} is not readable: {error.strerror}") from None
+        raise CheckpointError(f"{path} is not readable: {why_unreadable(error)}") from None
     expected = 8 + header_bytes + _data_bytes(path, text)
     if size != expected:
         raise CheckpointError(f"{path} has {size} bytes, must have {expected}: it is cut short or damaged")
+
+
+def why_unreadable(error: OSError) -> str:
+    """In words. Says who lacks the permission: a container's user is nobody on the machine whose folder it is."""
+    reason = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        return f"{reason}; this process runs as user {os.getuid()}, who must be able to read it"
+    return reason
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -56,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} is not readable: {error.strerror}") from None
+        raise CheckpointError(f"{path} is not readable: {why_unreadable(error)}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""What a finished directory holds: the size of each file, and the sha256 of the small ones.
+"""What a finished directory holds, folders in it too: the size of each file, and the sha256 of the small ones.
 
 Written last, so a directory without it is not whole. Large files are checked by size only: their digest would cost
 seconds at every start, and a file cut short is by far the most common damage.
@@ -16,8 +16,8 @@ _DIGEST_LIMIT_BYTES = 16 << 20
 
 
 def write_manifest(directory: Path) -> None:
-    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST)
-    entries = {path.name: _entry(path) for path in files}
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+    entries = {path.relative_to(directory).as_posix(): _entry(path) for path in files}
     (directory / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n", encoding="utf-8")
 
 

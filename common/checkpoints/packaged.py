@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoints.manifest import sha256_of
+from common.child_process import die_with_parent
 from common.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,9 @@ def _pip_download(requirement: str, directory: Path, progress: bool) -> None:
     # --quiet hides the bar too, so the full output goes to a person's terminal and only errors elsewhere
     if progress and sys.stderr.isatty():
         command.remove("--quiet")
-    result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run(
+        command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False, preexec_fn=die_with_parent()
+    )
     if result.returncode != 0:
         said = [line for line in result.stderr.splitlines() if line.strip()] or ["it said nothing"]
         raise CheckpointError(

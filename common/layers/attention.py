@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 
 from common.layers.batch import FlatBatch
-from common.layers.linear import Linear
+from common.layers.linear import Linear, WeightForm
 from common.model_config import ModelConfig
 from kernels import ops
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, form: WeightForm) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._layer = layer
         self.options = ops.AttentionOptions(config.head_dim**-0.5)
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv = Linear(config.hidden_size, [query, key, key], has_bias=config.attention_bias, dtype=dtype)
-        self.out = Linear(query, [config.hidden_size], has_bias=config.attention_bias, dtype=dtype)
+        self.qkv = Linear(config.hidden_size, [query, key, key], has_bias=config.attention_bias, form=form)
+        self.out = Linear(query, [config.hidden_size], has_bias=config.attention_bias, form=form)
 
     def __call__(
         self, x: torch.Tensor, batch: FlatBatch, pool: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -7,7 +7,7 @@ checkpoint's names, so the loader needs to know nothing of the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,28 +15,29 @@ import torch
 from common.errors import CheckpointError
 from common.layers.attention import Attention
 from common.layers.batch import FlatBatch
-from common.layers.linear import Linear, Parameter
+from common.layers.linear import Linear, Parameter, Weight, WeightForm
 from common.layers.rotary import RotaryEmbedding
 from common.model_config import ModelConfig
 from kernels import ops
 
-Load = Callable[[torch.Tensor], None]
+Load = Callable[[Weight], None]
 BetweenLayers = Callable[[int], bool]
 """Called with the number of the layer that comes next; False leaves the pass."""
 
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _SKIPPED = re.compile(r".*rotary_emb\.inv_freq")  # old checkpoints carry it; it follows from the config
 
 
 class LlamaLayer:
-    def __init__(self, config: ModelConfig, number: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, number: int, form: WeightForm) -> None:
         self._number, self._eps = number, config.rms_norm_eps
-        hidden, inner, activations = config.hidden_size, config.intermediate_size, ops.activation_dtype(dtype)
+        hidden, inner, activations = config.hidden_size, config.intermediate_size, form.activations
         self.input_norm = Parameter((hidden,), activations)
         self.post_norm = Parameter((hidden,), activations)
-        self.attention = Attention(config, number, dtype)
-        self.gate_up = Linear(hidden, [inner, inner], has_bias=config.mlp_bias, dtype=dtype)
-        self.down = Linear(inner, [hidden], has_bias=config.mlp_bias, dtype=dtype)
+        self.attention = Attention(config, number, form)
+        self.gate_up = Linear(hidden, [inner, inner], has_bias=config.mlp_bias, form=form)
+        self.down = Linear(inner, [hidden], has_bias=config.mlp_bias, form=form)
         self._fused: ops.FusedLayer | None = None
 
     def __call__(
@@ -56,12 +57,10 @@ class LlamaLayer:
         normed = ops.fused_add_rms_norm(attended, residual, self.post_norm.data, self._eps)
         residual.add_(self.down(ops.silu_and_mul(self.gate_up(normed))))
 
-    def pack(self) -> None:
+    def fuse(self) -> None:
         """After loading."""
-        linears = self.linears()
-        for linear in linears:
-            linear.pack()
-        self._fused = ops.fuse_layer(self._parts([linear.packed for linear in linears if linear.packed is not None]))
+        packed = [linear.packed for linear in self.linears() if linear.packed is not None]
+        self._fused = ops.fuse_layer(self._parts(packed))
 
     def _parts(self, packed: list[ops.PackedWeight]) -> ops.DecoderLayerParts:
         qkv, out, gate_up, down = packed
@@ -81,53 +80,60 @@ class LlamaLayer:
         )
 
     def loaders(self) -> dict[str, Load]:
-        attention = self.attention
-        found: dict[str, Load] = {
-            "input_layernorm.weight": self.input_norm.load,
-            "post_attention_layernorm.weight": self.post_norm.load,
-        }
-        parts = [("self_attn.q_proj", attention.qkv, 0), ("self_attn.k_proj", attention.qkv, 1)]
-        parts += [("self_attn.v_proj", attention.qkv, 2), ("self_attn.o_proj", attention.out, 0)]
-        parts += [("mlp.gate_proj", self.gate_up, 0), ("mlp.up_proj", self.gate_up, 1), ("mlp.down_proj", self.down, 0)]
-        for name, linear, part in parts:
+        found: dict[str, Load] = {f"{name}.weight": norm.load for name, norm in self.norms().items()}
+        for name, linear, part in self.matrices():
             found[f"{name}.weight"] = partial(linear.load_weight, part=part)
             if linear.bias is not None:
                 found[f"{name}.bias"] = partial(linear.load_bias, part=part)
         return found
 
+    def matrices(self) -> list[tuple[str, Linear, int]]:
+        """By the checkpoint's names: the layer, and the part of it, that a matrix becomes."""
+        attention = self.attention
+        return [
+            ("self_attn.q_proj", attention.qkv, 0),
+            ("self_attn.k_proj", attention.qkv, 1),
+            ("self_attn.v_proj", attention.qkv, 2),
+            ("self_attn.o_proj", attention.out, 0),
+            ("mlp.gate_proj", self.gate_up, 0),
+            ("mlp.up_proj", self.gate_up, 1),
+            ("mlp.down_proj", self.down, 0),
+        ]
+
     def linears(self) -> list[Linear]:
         return [self.attention.qkv, self.attention.out, self.gate_up, self.down]
 
-    def norms(self) -> list[Parameter]:
-        return [self.input_norm, self.post_norm]
+    def norms(self) -> dict[str, Parameter]:
+        return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.post_norm}
 
 
 class Llama:
     """has_head: False for a prefill node, which returns hidden states and never logits."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, has_head: bool, max_positions: int | None = None
+        self, config: ModelConfig, form: WeightForm, *, has_head: bool, max_positions: int | None = None
     ) -> None:
         if config.hidden_act != "silu":
             raise CheckpointError(f"hidden_act is {config.hidden_act!r}, Llama here supports 'silu'")
         self.config = config
         self.has_head = has_head
-        self.embedding = Parameter((config.vocab_size, config.hidden_size), dtype)
-        self.layers = [LlamaLayer(config, number, dtype) for number in range(config.num_layers)]
-        self.norm = Parameter((config.hidden_size,), ops.activation_dtype(dtype))
-        self.head = Linear(config.hidden_size, [config.vocab_size], has_bias=False, dtype=dtype) if has_head else None
+        self.embedding = Parameter((config.vocab_size, config.hidden_size), form.dtype)
+        self.layers = [LlamaLayer(config, number, form) for number in range(config.num_layers)]
+        self.norm = Parameter((config.hidden_size,), form.activations)
+        self.head = Linear(config.hidden_size, [config.vocab_size], has_bias=False, form=form) if has_head else None
+        self._head_name = _EMBEDDING if config.tie_word_embeddings else _HEAD
         self._rotary = RotaryEmbedding(config, max_positions)
-        self._activations = ops.activation_dtype(dtype)
+        self._activations = form.activations
 
     # --- loading -------------------------------------------------------------------------------------------------
 
     def loader(self, name: str) -> Load | None:
         """Where the checkpoint's tensor of this name goes; None when it is not needed. Raises CheckpointError."""
-        if name == "model.embed_tokens.weight":
-            return self.embedding.load
+        if name == f"{_EMBEDDING}.weight":
+            return self._load_embedding
         if name == "model.norm.weight":
             return self.norm.load
-        if name == "lm_head.weight":
+        if name == f"{_HEAD}.weight":
             is_unused = self.head is None or self.config.tie_word_embeddings
             return None if is_unused or self.head is None else self.head.load_weight
         if _SKIPPED.fullmatch(name):
@@ -139,29 +145,40 @@ class Llama:
                 return load
         raise CheckpointError(f"tensor {name!r} does not belong to this model")
 
-    def finish_loading(self) -> list[str]:
-        """Ties the head, packs the weights; names of what is still not filled (then nothing is packed)."""
+    def _load_embedding(self, weight: Weight) -> None:
+        """The table stays float; a head that is tied to it is packed like any other matrix."""
+        self.embedding.load(weight)
         if self.head is not None and self.config.tie_word_embeddings:
-            self.head.load_weight(self.embedding.data)
+            self.head.load_weight(weight)
+
+    def finish_loading(self) -> list[str]:
+        """Fuses the layers; names of what is still not filled (then nothing is fused)."""
         unfilled = [name for name, parameter in self._parameters() if not parameter.is_filled]
+        for name, linear, part in self._matrices():
+            unfilled += [f"{name}.weight"] if part in linear.missing_parts else []
+            unfilled += [f"{name}.bias"] if part in linear.missing_biases else []
         if not unfilled:
             for layer in self.layers:
-                layer.pack()
-            if self.head is not None:
-                self.head.pack()
-        return unfilled
+                layer.fuse()
+        return list(dict.fromkeys(unfilled))  # a tied table stands for two
 
-    def _parameters(self) -> list[tuple[str, Parameter]]:
-        found = [("model.embed_tokens.weight", self.embedding), ("model.norm.weight", self.norm)]
-        if self.head is not None:
-            found.append(("lm_head.weight", self.head.weight))
+    def weight_formats(self) -> dict[str, str]:
+        """float32, int4, ...: what each matrix of the checkpoint is multiplied as, by its name."""
+        return {f"{name}.weight": linear.format for name, linear, _ in self._matrices()}
+
+    def _matrices(self) -> Iterator[tuple[str, Linear, int]]:
         for number, layer in enumerate(self.layers):
-            found += [(f"norm {i} of layer {number}", norm) for i, norm in enumerate(layer.norms())]
-            for i, linear in enumerate(layer.linears()):
-                found.append((f"linear {i} of layer {number}", linear.weight))
-                if linear.bias is not None:
-                    found.append((f"bias {i} of layer {number}", linear.bias))
-        return found
+            for name, linear, part in layer.matrices():
+                yield f"model.layers.{number}.{name}", linear, part
+        if self.head is not None:
+            yield self._head_name, self.head, 0
+
+    def _parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield f"{_EMBEDDING}.weight", self.embedding
+        yield "model.norm.weight", self.norm
+        for number, layer in enumerate(self.layers):
+            for name, norm in layer.norms().items():
+                yield f"model.layers.{number}.{name}.weight", norm
 
     # --- computing -------------------------------------------------------------------------------------------------
 

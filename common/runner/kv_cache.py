@@ -49,6 +49,7 @@ def _allocate(layout: KVLayout, num_blocks: int) -> tuple[np.ndarray, torch.Tens
     flat_bytes = np.zeros(num_blocks * layout.block_bytes, np.uint8)  # lazily backed: pages come with first use
     dtype = TORCH_DTYPES[layout.dtype]
     flat = torch.from_numpy(flat_bytes).view(dtype) if num_blocks else torch.empty(0, dtype=dtype)
+    ops.want_huge_pages(flat)  # a block is found anywhere in the pool: on small pages each would cost a walk of its own
     return flat_bytes, flat.view(num_blocks, *layout.block_shape())
 
 

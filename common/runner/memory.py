@@ -283,6 +283,8 @@ class _Sum:
 
 
 def mib(num_bytes: int) -> str:
+    if 0 < num_bytes < 2**20 // 10:  # would be rounded to nothing
+        return f"{num_bytes} B"
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 

@@ -1,7 +1,6 @@
 """What the operating system says about memory: how much this process may use, what is free, what it holds, its peak.
 
-Linux: /proc, and control groups of version 1 and 2, whose limits count on the whole way from the process's own group
-up. Knows no model and no pool.
+Linux: /proc, and control groups. Knows no model and no pool.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import ctypes
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from common.control_groups import CONTROL_GROUPS, PROC, group_directories, read_words
 from common.errors import ConfigError
 
 _RESET_HIGH_WATER_MARK = "5"  # proc(5), /proc/pid/clear_refs
@@ -36,7 +36,7 @@ class Peak:
 class ProcessMemory:
     """proc, control_groups: where these file systems are mounted."""
 
-    def __init__(self, proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(self, proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) -> None:
         self._proc = proc
         self._control_groups = control_groups
 
@@ -94,25 +94,9 @@ class ProcessMemory:
 
     def _groups(self) -> Iterator[_Group]:
         """Those on the process's path that have a limit."""
-        for hierarchy, path in self._memberships():
-            for mount in hierarchy.mounts:
-                for directory in _directories(self._control_groups / mount, path):
-                    if (group := hierarchy.read(directory)) is not None:
-                        yield group
-
-    def _memberships(self) -> Iterator[tuple[_Hierarchy, PurePosixPath]]:
-        try:
-            lines = (self._proc / "self" / "cgroup").read_text(errors="replace").splitlines()
-        except OSError:
-            return
-        for line in lines:
-            _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
-            if not path.startswith("/"):
-                continue
-            if not controllers:
-                yield _VERSION_2, PurePosixPath(path)
-            elif "memory" in controllers.split(","):
-                yield _VERSION_1, PurePosixPath(path)
+        for version, directory in group_directories("memory", self._proc, self._control_groups):
+            if (group := _FILES[version].read(directory)) is not None:
+                yield group
 
 
 @dataclass(frozen=True)
@@ -123,11 +107,10 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Hierarchy:
-    """Names of the files of a control group version. mounts: where it may be, below the control groups' own mount.
-    inactive_file: key of memory.stat, page cache that the kernel drops before it refuses memory."""
+class _GroupFiles:
+    """Their names in a version of control groups. inactive_file: key of memory.stat, page cache that the kernel drops
+    before it refuses memory."""
 
-    mounts: tuple[str, ...]
     limits: tuple[str, ...]
     usage: str
     inactive_file: str
@@ -148,25 +131,16 @@ class _Hierarchy:
         return sum(int(words[1]) for words in lines if words[:1] == [self.inactive_file] and words[1:2] != [])
 
 
-_VERSION_2 = _Hierarchy(("", "unified"), ("memory.max", "memory.high"), "memory.current", "inactive_file")
-_VERSION_1 = _Hierarchy(("memory",), ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_FILES = {
+    1: _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
 
 
 def _number(file: Path) -> int | None:
     """None where there is no such file, or no number in it: `max`."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = "".join(read_words(file))
     return int(text) if text.isdecimal() else None
-
-
-def _directories(mount: Path, path: PurePosixPath) -> list[Path]:
-    """From the group up to the root. Inside a container the path may be the host's and not exist here; the root is
-    the container's own group then."""
-    if ".." in path.parts:  # outside of this process's view
-        return [mount]
-    return [mount / directory.relative_to("/") for directory in (path, *path.parents)]
 
 
 def _sizes(file: Path) -> dict[str, int]:

@@ -87,6 +87,10 @@ def paged_attention(
     return out.to(q.dtype)
 
 
+def want_huge_pages(memory: torch.Tensor) -> None:
+    _native.advise_huge_pages(_at(memory), memory.numel() * memory.element_size())
+
+
 def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = _floats(x)
     num_rows, size = rows.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 import zipfile
@@ -19,7 +20,7 @@ from common.checkpoints.cache import build_once, default_cache_dir
 from common.checkpoints.manifest import MANIFEST, find_damage
 from common.checkpoints.packaged import PACKAGED_MODELS, PackagedModel
 from common.checkpoints.resolve import resolve_model
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 
 MakeGGUF = Callable[..., Path]
 
@@ -82,6 +83,7 @@ def test_an_alias_is_downloaded_checked_and_converted(
             "config.json",
             "generation_config.json",
             "model.safetensors",
+            "quantized",
             MANIFEST,
             "tokenizer.json",
             "tokenizer_config.json",
@@ -165,6 +167,32 @@ def test_a_missing_shard_is_named(make_gguf: MakeGGUF, cache: Path) -> None:
 def test_an_unknown_name_is_refused_with_what_is_known(name: str, cache: Path) -> None:
     with pytest.raises(CheckpointError, match="smollm2-135m-instruct"):
         resolve_model(name, cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x" * 300, r"'x{200}'\.\.\. \(300 characters\) cannot be read: File name too long"),
+        ("x/" * 5000, r"\.\.\. \(10000 characters\) cannot be read: File name too long"),
+        ("~nobody-has-this-name/model", "lies in the home folder of a user that is not known here"),
+    ],
+)
+def test_a_name_that_can_be_no_path_is_refused(name: str, reason: str, cache: Path) -> None:
+    with pytest.raises(CheckpointError, match=reason) as refused:
+        resolve_model(name, cache)
+    assert len(refused.value.message) < 400
+
+
+def test_a_file_that_may_not_be_read_is_refused(
+    make_gguf: MakeGGUF, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    gguf = make_gguf()
+    monkeypatch.setattr(Path, "open", forbid)  # root may read all
+    with pytest.raises(CheckpointError, match=rf"cannot be read: Permission denied; .* user {os.getuid()}, who must"):
+        resolve_model(str(gguf), cache)
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, cache: Path) -> None:
@@ -252,6 +280,9 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert default_cache_dir() == Path("/xdg/tandem")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache/tandem"
+    monkeypatch.setenv("TANDEM_CACHE_DIR", "~nobody-has-this-name/cache")
+    with pytest.raises(ConfigError, match=r"no home folder of this user is known .* TANDEM_CACHE_DIR"):
+        default_cache_dir()
 
 
 def test_a_disk_that_is_full_is_one_message_and_leaves_nothing_half_written(

@@ -13,6 +13,7 @@ from common.engine.build import EngineParts, build_engine
 from common.errors import ConfigError
 from common.runner.model_runner import ModelRunner
 from common.runner.process_memory import Bound, Peak, ProcessMemory
+from kernels import dispatch
 
 GIB = 2**30
 Build = Callable[..., EngineParts]
@@ -55,7 +56,9 @@ def test_the_sum_is_logged_and_is_right(build: Build, is_run: list[bool], caplog
     assert f"{num_usable} blocks of 16 tokens" in pool
     assert f"{num_usable * 10 // 32 / 10} full-length requests of 512 tokens fit" in pool
     assert summary.startswith("engine_ready ")
-    assert f"dtype=float32 threads=1 max_model_len=512 token_budget=128 max_num_seqs=64 blocks={num_usable} " in summary
+    kernels = dispatch.cpu_choice().name
+    assert f" kernels={kernels} dtype=float32 quantization=none threads=1 " in summary
+    assert f" threads=1 max_model_len=512 token_budget=128 max_num_seqs=64 blocks={num_usable} " in summary
 
 
 def test_what_is_measured_is_what_is_subtracted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +135,12 @@ def test_more_requests_than_the_budget_has_tokens_never_run_and_the_log_says_so(
     build("--num-gpu-blocks-override", "40", "--max-num-seqs", "256")
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == "at most 128 requests run at once: --max-num-seqs is 256, but --max-num-batched-tokens only 128"
+
+
+def test_where_steps_cannot_be_recorded_is_known_before_anything_is_loaded(tmp_path: Path) -> None:
+    flags = parse(NodeFlags, ["--record-steps", str(tmp_path / "none" / "steps.jsonl")])
+    with pytest.raises(ConfigError, match="--record-steps is"):
+        build_engine(tmp_path / "no model", flags, with_head=True)
 
 
 @pytest.mark.parametrize(

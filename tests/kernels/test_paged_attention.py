@@ -1,138 +1,163 @@
-"""Paged attention of a flat mixed batch against plain dense attention, request by request."""
+"""Paged attention of a flat mixed batch: against dense attention in float64, and bit for bit whatever the batch."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import ops
-from kernels.plan import AttentionShape, make_plan
-from kernels.reference_attention import TILE_ROWS
 from kernels.types import AttentionOptions
+from tests.kernels.attention_scene import KV_DTYPES, LAYER, Form, Scene, make_sequence
+from tests.kernels.conftest import UseKernels
 
-requests = st.lists(
-    st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40))),  # tokens before, rows of this step
-    min_size=1,
-    max_size=9,
+forms = st.builds(
+    Form,
+    kv_heads=st.integers(1, 3),
+    group=st.one_of(st.integers(1, 8), st.just(40)),  # 40: more heads than a job of the compiled kernels has rows
+    head_dim=st.sampled_from([8, 16, 18, 32, 64, 72, 80, 96, 100, 128, 160, 256]),
+    dtype=st.sampled_from(KV_DTYPES),
+    window=st.sampled_from([0, 0, 1, 7, 32, 50]),
+    soft_cap=st.sampled_from([0.0, 0.0, 1.5, 30.0]),
 )
+lengths = st.one_of(st.integers(1, 70), st.sampled_from([8, 16, 31, 32, 33, 64, 65]))
+batches = st.lists(st.tuples(lengths, st.one_of(st.just(0), lengths)), max_size=5)  # rows, tokens before them
+any_kernels = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-class Scene:
-    """A pool with the KV of some requests in shuffled blocks; every slot that is nobody's holds NaN."""
-
-    def __init__(
-        self,
-        lens: list[tuple[int, int]],
-        block_size: int = 16,
-        kv_heads: int = 2,
-        group: int = 3,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        torch.manual_seed(seed)
-        self.layer, head_dim = 1, 8
-        self.scale = head_dim**-0.5
-        self.shape = AttentionShape(3, kv_heads * group, kv_heads, block_size, head_dim, dtype)
-        self.lens = lens
-        contexts = [before + rows for before, rows in lens]
-        num_blocks = [-(-c // block_size) for c in contexts]
-        ids = np.random.default_rng(seed).permutation(sum(num_blocks)) + 1
-        self.tables = [t.tolist() for t in np.split(ids, np.cumsum(num_blocks)[:-1])]
-        self.pool = torch.full((sum(num_blocks) + 1, 3, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
-        self.kv = [torch.randn(c, 2, kv_heads, head_dim).to(dtype) for c in contexts]
-        self.q = torch.randn(sum(rows for _, rows in lens), kv_heads * group, head_dim).to(dtype)
-        self.plan = make_plan(self.shape, [n for _, n in lens], contexts, self.tables, *self._write_slots())
-
-    def _write_slots(self) -> tuple[np.ndarray, np.ndarray]:
-        places = [
-            (table[position // self.shape.block_size], position % self.shape.block_size)
-            for (before, rows), table in zip(self.lens, self.tables, strict=True)
-            for position in range(before, before + rows)
-        ]
-        return np.array([b for b, _ in places], np.int64), np.array([o for _, o in places], np.int64)
-
-    def fill_history(self) -> None:
-        """The slots of earlier steps, written one by one."""
-        for (before, _), table, kv in zip(self.lens, self.tables, self.kv, strict=True):
-            for position in range(before):
-                block, offset = table[position // self.shape.block_size], position % self.shape.block_size
-                self.pool[block, self.layer, :, :, offset] = kv[position]
-
-    def attend(self) -> torch.Tensor:
-        self.fill_history()
-        new = torch.cat([kv[before:] for (before, _), kv in zip(self.lens, self.kv, strict=True)])
-        ops.write_kv(new[:, 0], new[:, 1], self.pool, self.layer, self.plan)
-        return ops.paged_attention(self.q, self.pool, self.layer, self.plan, AttentionOptions(self.scale))
-
-    def dense(self) -> torch.Tensor:
-        """Row by row, in float64."""
-        out, first = [], 0
-        for (before, rows), kv in zip(self.lens, self.kv, strict=True):
-            for row in range(rows):
-                k, v = kv[: before + row + 1].double().unbind(1)
-                q = self.q[first + row].double().view(self.shape.num_kv_heads, -1, self.shape.head_dim)
-                weights = (torch.einsum("hgd,shd->hgs", q, k) * self.scale).softmax(-1)
-                out.append(torch.einsum("hgs,shd->hgd", weights, v).reshape(-1, self.shape.head_dim))
-            first += rows
-        return torch.stack(out)
+def check_against_dense(form: Form, batch: list[tuple[int, int]], block_size: int, seed: int) -> None:
+    sequences = [make_sequence(form, rows + before, seed + i) for i, (rows, before) in enumerate(batch)]
+    scene = Scene(form, sequences, block_size, seed)
+    rows = [(count, count + before) for count, before in batch]
+    torch.testing.assert_close(scene.attend(rows).double(), scene.dense(rows), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    requests,
-    st.sampled_from([8, 16, 32]),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([1, 3, 4]),
-    st.integers(0, 2**31),
-)
-def test_equals_dense_attention_and_reads_no_slot_past_a_sequence(
-    lens: list[tuple[int, int]], block_size: int, kv_heads: int, group: int, seed: int
+@settings(any_kernels, max_examples=25)
+@given(form=forms, batch=batches, block_size=st.sampled_from([8, 16, 32]), seed=st.integers(0, 2**31))
+def test_equals_dense_attention_and_reads_no_slot_that_is_nobodys(
+    kernels: UseKernels, form: Form, batch: list[tuple[int, int]], block_size: int, seed: int
 ) -> None:
-    scene = Scene(lens, block_size, kv_heads, group, seed)
-    torch.testing.assert_close(scene.attend().double(), scene.dense(), rtol=1e-4, atol=1e-5)
+    check_against_dense(form, batch, block_size, seed)
 
 
-@pytest.mark.parametrize("rows", [TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TILE_ROWS, 2 * TILE_ROWS + 1])
+@pytest.mark.slow
+@settings(any_kernels, max_examples=1000)
+@given(form=forms, batch=batches, block_size=st.sampled_from([8, 16, 32]), seed=st.integers(0, 2**31))
+def test_equals_dense_attention_over_many_shapes(
+    kernels: UseKernels, form: Form, batch: list[tuple[int, int]], block_size: int, seed: int
+) -> None:
+    check_against_dense(form, batch, block_size, seed)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("before", [0, 15, 16, 100])
-def test_chunks_around_the_edges_of_tiles(rows: int, before: int) -> None:
-    scene = Scene([(before, rows), (7, 1)])
-    torch.testing.assert_close(scene.attend().double(), scene.dense(), rtol=1e-4, atol=1e-5)
+def test_chunks_around_the_edges_of_tiles(kernels: UseKernels, before: int, dtype: torch.dtype) -> None:
+    for rows in (1, 2, 10, 11, 31, 32, 33, 64, 65):
+        check_against_dense(Form(dtype=dtype), [(rows, before), (1, 7)], 16, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_pools_are_computed_in_float32(dtype: torch.dtype) -> None:
-    scene = Scene([(40, 1), (3, 20), (16, 1)], dtype=dtype)
-    out = scene.attend()
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), scene.dense(), rtol=1e-2, atol=1e-2)  # the rounding of the result
+def test_large_scores_do_not_overflow(kernels: UseKernels) -> None:
+    sequence = make_sequence(Form(), 50, 1)
+    sequence.q.mul_(200)
+    scene = Scene(Form(), [sequence])
+    torch.testing.assert_close(scene.attend([(50, 50)]).double(), scene.dense([(50, 50)]), rtol=1e-3, atol=1e-4)
 
 
-def test_result_of_a_request_does_not_depend_on_the_batch() -> None:
-    """Bit for bit, for the same rows of the same request: native kernels may rely on the same."""
-    mixed = Scene([(33, 1), (5, 12), (70, 1)])
-    together = mixed.attend().clone()
-    alone = make_plan(mixed.shape, [1], [71], mixed.tables[2:], *[w[-1:] for w in mixed._write_slots()])
-    out = ops.paged_attention(mixed.q[-1:], mixed.pool, mixed.layer, alone, AttentionOptions(mixed.scale))
-    assert torch.equal(out, together[-1:])
+# --- a row's result depends on nothing but the row ------------------------------------------------------------------
+
+INVARIANT_FORMS = [
+    *(Form(dtype=dtype) for dtype in KV_DTYPES),
+    Form(group=1, head_dim=64, window=20),
+    Form(group=5, head_dim=100, soft_cap=20.0, dtype=torch.bfloat16),
+    Form(kv_heads=1, group=40, head_dim=72, window=33),
+]
+CONTEXT = 75
 
 
-def test_write_kv_touches_its_slots_of_its_layer_only() -> None:
-    scene = Scene([(5, 3), (20, 1)])
-    scene.pool.fill_(7.0)
-    k, v = torch.randn(2, 4, scene.shape.num_kv_heads, scene.shape.head_dim)
-    ops.write_kv(k, v, scene.pool, scene.layer, scene.plan)
-    for row, (block, offset) in enumerate(zip(*scene._write_slots(), strict=True)):
-        assert torch.equal(scene.pool[block, scene.layer, 0, :, offset], k[row])
-        assert torch.equal(scene.pool[block, scene.layer, 1, :, offset], v[row])
-    assert int((scene.pool != 7.0).sum()) == 2 * k.numel()
+@pytest.fixture(params=range(len(INVARIANT_FORMS)))
+def form(request: pytest.FixtureRequest) -> Form:
+    return INVARIANT_FORMS[request.param]
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    scene = Scene([(5, 3)])
+def test_chunks_of_any_size_give_the_same_bits(native_kernels: UseKernels, form: Form) -> None:
+    scene = Scene(form, [make_sequence(form, CONTEXT, 3)])
+    whole = scene.attend([(CONTEXT, CONTEXT)])
+    for size in (1, 2, 3, 7, 16, 31, 32, 33, 64):
+        ends = [min(start + size, CONTEXT) for start in range(0, CONTEXT, size)]
+        counts = [end - start for start, end in zip(range(0, CONTEXT, size), ends, strict=True)]
+        pieces = [scene.attend([piece]) for piece in zip(counts, ends, strict=True)]
+        assert torch.equal(torch.cat(pieces), whole), f"chunks of {size}"
+
+
+def test_other_sequences_beside_it_change_no_bit(native_kernels: UseKernels, form: Form) -> None:
+    mine, others = make_sequence(form, CONTEXT, 3), [make_sequence(form, length, length) for length in (1, 17, 40)]
+    alone = Scene(form, [mine]).attend([(20, CONTEXT)])
+    for place in range(4):
+        sequences = [*others[:place], mine, *others[place:]]
+        rows = [(20, CONTEXT) if s is mine else (min(5, len(s.q)), len(s.q)) for s in sequences]
+        first = sum(count for count, _ in rows[:place])
+        assert torch.equal(Scene(form, sequences, seed=place).attend(rows)[first : first + 20], alone)
+
+
+def test_blocks_and_their_size_change_no_bit(native_kernels: UseKernels, form: Form) -> None:
+    mine = make_sequence(form, CONTEXT, 3)
+    found = [Scene(form, [mine], size, seed).attend([(CONTEXT, CONTEXT)]) for size in (8, 16, 32) for seed in range(2)]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_threads_change_no_bit(native_kernels: UseKernels, form: Form) -> None:
+    scene = Scene(form, [make_sequence(form, CONTEXT, 3), make_sequence(form, 9, 4)])
+    found = []
+    for num_threads in (1, 2, 3):
+        native_kernels(num_threads)
+        found.append(scene.attend([(CONTEXT, CONTEXT), (1, 9)]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_write_kv_touches_its_slots_of_its_layer_only(kernels: UseKernels, dtype: torch.dtype) -> None:
+    form = Form(dtype=dtype, head_dim=18)
+    sequence = make_sequence(form, 21, 5)
+    scene = Scene(form, [sequence, make_sequence(form, 40, 6)])
+    scene.pool.view(torch.uint8).fill_(7)
+    before = scene.pool.clone()
+    qkv = torch.cat((sequence.k[3:5], sequence.v[3:5]), 1)  # rows stand apart, as in the model's product
+    scene.tables = scene.tables[:1]
+    ops.write_kv(qkv[:, :2], qkv[:, 2:], scene.pool, LAYER, scene.plan([(2, 5)]), form.scales())
+    block, right = scene.tables[0][0], before.clone()
+    for which, x in enumerate((sequence.k, sequence.v)):
+        scales = form.scales()
+        if scales is not None:
+            x = x * (1 / (scales.key, scales.value)[which][LAYER])[:, None]
+        stored = x.round().clamp(-127, 127) if dtype == torch.int8 else x.clamp(-448, 448)
+        right[block, LAYER, which, :, 3:5] = stored[3:5].to(dtype).transpose(0, 1)
+    assert torch.equal(scene.pool.view(torch.uint8), right.view(torch.uint8))
+    assert not torch.equal(scene.pool.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_half_precision_queries_get_their_dtype_back(kernels: UseKernels) -> None:
+    scene = Scene(Form(dtype=torch.bfloat16), [make_sequence(Form(), 20, 1)])
+    rows = [(3, 20)]
+    query, plan = scene.query(rows).bfloat16(), scene.plan(rows)
+    out = ops.paged_attention(query, scene.pool, LAYER, plan, scene.form.options)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), scene.dense(rows), rtol=2e-2, atol=2e-2)
+
+
+def test_shapes_that_do_not_fit_are_refused(kernels: UseKernels) -> None:
+    scene = Scene(Form(), [make_sequence(Form(), 8, 1)])
+    query, plan = scene.query([(3, 8)]), scene.plan([(3, 8)])
     with pytest.raises(ValueError, match="paged_attention: shapes do not fit"):
-        ops.paged_attention(scene.q[:2], scene.pool, 0, scene.plan, AttentionOptions(1.0))
+        ops.paged_attention(query[:2], scene.pool, 0, plan, AttentionOptions(1.0))
     with pytest.raises(ValueError, match="write_kv: shapes do not fit"):
-        ops.write_kv(scene.q, scene.q, scene.pool, 0, scene.plan)
+        ops.write_kv(query, query, scene.pool, 0, plan)
+
+
+def test_heads_larger_than_the_compiled_kernels_have_are_refused(native_kernels: UseKernels) -> None:
+    with pytest.raises(ValueError, match="head_dim is 264, the compiled kernels have up to 256"):
+        Scene(Form(head_dim=264), [make_sequence(Form(head_dim=264), 3, 1)])

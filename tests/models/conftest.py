@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.kv_layout import KVDType
+from common.kv_layout import KVDType, Quantization
+from common.layers.linear import WeightForm
 from common.model_config import load_model_config
 from common.models.llama import Llama
 from common.models.loader import load_model
@@ -46,10 +47,18 @@ def make_tiny(directory: Path, **changes: Any) -> LlamaForCausalLM:
 class Paged:
     """Our model over a paged pool with shuffled blocks."""
 
-    def __init__(self, directory: Path, *, block_size: int = 8, dtype: KVDType = "float32") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        block_size: int = 8,
+        dtype: KVDType = "float32",
+        quantization: Quantization = "none",
+    ) -> None:
         config = load_model_config(directory)
-        self.model: Llama = load_model(directory, config, dtype=TORCH_DTYPES[dtype], has_head=True)
-        self.layout = make_layout(config, block_size, dtype)
+        form = WeightForm(TORCH_DTYPES[dtype], quantization)
+        self.model: Llama = load_model(directory, config, form, has_head=True)
+        self.layout = make_layout(config, block_size, dtype, quantization)
         self.cache = KVCache(self.layout, 200)
         layout = self.layout
         self.shape = AttentionShape(

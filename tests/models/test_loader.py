@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError
+from common.layers.linear import WeightForm
 from common.model_config import load_model_config
 from common.models.llama import Llama
 from common.models.loader import load_model
 
 
 def load(directory: Path, *, has_head: bool = True) -> Llama:
-    return load_model(directory, load_model_config(directory), dtype=torch.float32, has_head=has_head)
+    return load_model(directory, load_model_config(directory), WeightForm(torch.float32), has_head=has_head)
 
 
 def change(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -64,7 +66,24 @@ def test_untied_without_head_is_an_error_unless_no_head_is_wanted(tmp_path: Path
 def test_missing_tensor_is_named(tmp_path: Path, write_tiny: Any) -> None:
     write_tiny(tmp_path)
     change(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"layer 1"):
+    with pytest.raises(CheckpointError, match=r"no weights for model\.layers\.1\.self_attn\.k_proj\.weight \(1 "):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.v_proj.bias",
+        "model.layers.0.mlp.down_proj.bias",
+        "model.layers.2.post_attention_layernorm.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_every_kind_of_missing_tensor_is_named_once(tmp_path: Path, write_tiny: Any, name: str) -> None:
+    write_tiny(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    change(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=rf"no weights for {re.escape(name)} \(1 in all\)"):
         load(tmp_path)
 
 
@@ -89,7 +108,7 @@ def test_truncated_file_is_named(tmp_path: Path, write_tiny: Any) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        load_model(tmp_path, config, dtype=torch.float32, has_head=True)
+        load_model(tmp_path, config, WeightForm(torch.float32), has_head=True)
 
 
 def test_shards_named_by_an_index(tmp_path: Path, write_tiny: Any) -> None:

@@ -211,6 +211,7 @@ def test_given_bytes_must_hold_one_full_length_request() -> None:
     assert "is 10.0 MiB" in message
     assert "one request of 160 tokens need 11.0 MiB; raise it or lower --max-model-len to 144" in message
     assert "--max-model-len" not in refusal(replace(USE, peak=None), "--kv-cache-memory-bytes", "1MiB")
+    assert "--kv-cache-memory-bytes is 1 B," in refusal(replace(USE, peak=None), "--kv-cache-memory-bytes", "1B")
 
 
 def test_a_given_number_of_blocks_may_be_less_than_the_context() -> None:

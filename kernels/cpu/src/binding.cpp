@@ -5,18 +5,16 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <sys/mman.h>
 
-#include <cstdlib>
-#include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace py = pybind11;
 using namespace tandem;
@@ -85,46 +83,6 @@ const Kernels& find_kernels(const std::string& name) {
   throw std::invalid_argument("no kernels for the instruction set '" + name + "' on this CPU");
 }
 
-// --- memory ----------------------------------------------------------------------------------------------------------------
-
-// Zeroed memory on huge pages where it is large: reading weights from them is a third faster than from small ones.
-class Memory {
- public:
-  explicit Memory(int64_t num_bytes) {
-    if (num_bytes == 0) return;
-    const size_t alignment = num_bytes >= kHugePage ? size_t{kHugePage} : 64;
-    const size_t size = (static_cast<size_t>(num_bytes) + alignment - 1) / alignment * alignment;
-    data_ = std::aligned_alloc(alignment, size);
-    if (data_ == nullptr) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-    if (alignment == kHugePage) madvise(data_, size, MADV_HUGEPAGE);
-#endif
-    memset(data_, 0, size);
-    size_ = static_cast<int64_t>(size);
-  }
-  ~Memory() { std::free(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  void* data() const { return data_; }
-  int64_t size() const { return size_; }
-
- private:
-  static constexpr int64_t kHugePage = 2 << 20;
-  void* data_ = nullptr;
-  int64_t size_ = 0;
-};
-
-void advise_huge_pages(Address address, int64_t num_bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr Address kPage = 4096;
-  const Address first = (address + kPage - 1) / kPage * kPage, last = (address + num_bytes) / kPage * kPage;
-  if (last > first) madvise(at<void>(first), last - first, MADV_HUGEPAGE);  // a wish: what refuses it serves small pages
-#else
-  (void)address, (void)num_bytes;
-#endif
-}
-
 // --- what Python holds -------------------------------------------------------------------------------------------------------
 
 struct Weight {
@@ -185,9 +143,18 @@ class Machine {
 
   template <typename Function, typename... Args>
   void run(Function function, Args&&... args) {
-    py::gil_scoped_release released;
-    const std::lock_guard<std::mutex> one_at_a_time(mutex_);
-    function(Context{*team_, workspace_}, std::forward<Args>(args)...);
+    // Taken back outside of any destructor: where the interpreter ends meanwhile, that ends this thread by unwinding it,
+    // and a destructor that is unwound (gil_scoped_release's) ends the process with an abort.
+    PyThreadState* const state = PyEval_SaveThread();
+    std::exception_ptr error;
+    try {
+      const std::lock_guard<std::mutex> one_at_a_time(mutex_);
+      function(Context{*team_, workspace_}, std::forward<Args>(args)...);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    PyEval_RestoreThread(state);
+    if (error) std::rethrow_exception(error);
   }
 
  private:
@@ -304,6 +271,16 @@ void bind_machine(py::module_& m) {
            [](Machine& self, Address x, int num_rows, int size, int k, Address values, Address ids) {
              self.run(self.kernels().top_k, at<const float>(x), num_rows, size, k, at<float>(values), at<int64_t>(ids));
            })
+      .def("read_all",
+           [](Machine& self, Address data, int64_t num_floats) {
+             const py::gil_scoped_release released;
+             return self.kernels().read_all(at<const float>(data), num_floats);
+           })
+      .def("multiply_all",
+           [](Machine& self, Format format, int64_t rounds) {
+             const py::gil_scoped_release released;
+             return self.kernels().multiply_all(format, rounds);
+           })
       .def("layer", [](Machine& self, const LayerWeights& weights, const Pool& pool, const Rows& rows, Address cos,
                        Address sin, Address residual) {
         self.run(self.kernels().layer, weights.layer, pool, rows.batch, at<const float>(cos), at<const float>(sin),
@@ -316,7 +293,9 @@ void bind_machine(py::module_& m) {
 PYBIND11_MODULE(_native, m) {
   m.doc() = "The CPU kernels; kernels/cpu/ops.py is what to call.";
   m.def("instruction_sets", &instruction_sets, "What this CPU can run of what was built, best first.");
-  m.def("advise_huge_pages", &advise_huge_pages, "Asks for huge pages under this memory.");
+  m.def(
+      "advise_huge_pages", [](Address data, int64_t num_bytes) { advise_huge_pages(at<void>(data), num_bytes); },
+      "Asks for huge pages under this memory.");
   bind_structs(m);
   bind_machine(m);
 }

@@ -1,5 +1,6 @@
 // Every kernel for one instruction set: compiled once for each, with its flags and TANDEM_ISA.
 #include "attention.h"
+#include "ceilings.h"
 #include "elementwise.h"
 #include "kernels.h"
 #include "layer.h"
@@ -33,6 +34,8 @@ const Kernels* TANDEM_JOIN(kernels_, TANDEM_ISA)() {
       .write_kv = isa::write_kv,
       .attention = isa::attention,
       .top_k = isa::top_k,
+      .read_all = isa::read_all,
+      .multiply_all = isa::multiply_all,
       .layer = isa::layer,
   };
   return &kernels;

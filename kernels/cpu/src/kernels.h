@@ -119,6 +119,8 @@ struct Kernels {
   void (*attention)(const Context& c, const float* query, int64_t query_stride, const Pool& pool, int layer,
                     const Batch& batch, const AttentionOptions& options, float* out);
   void (*top_k)(const Context& c, const float* x, int num_rows, int size, int k, float* values, int64_t* ids);
+  float (*read_all)(const float* data, int64_t num_floats);
+  int64_t (*multiply_all)(Format format, int64_t rounds);
   void (*layer)(const Context& c, const Layer& layer, const Pool& pool, const Batch& batch, const float* cos,
                 const float* sin, float* residual);
 };

@@ -43,9 +43,7 @@ TANDEM_INLINE Path path_of(const Linear& w) {
     default: return w.is_exact ? Path::kBytesAsFloat : Path::kBytes;
   }
 }
-TANDEM_INLINE int rows_of(Path path) {
-  return path == Path::kBytes || path == Path::kBytesAsFloat ? kIntRows : kFloatRows;
-}
+TANDEM_INLINE int rows_of(Path path) { return path == Path::kBytes ? kIntRows : kFloatRows; }
 TANDEM_INLINE int activation_group(const Linear& w) { return w.group_size > 0 ? w.group_size : kChannelGroup; }
 
 // Inputs with the padding that the packed order needs.
@@ -96,61 +94,83 @@ TANDEM_INLINE Tile tile_at(char* memory, const Linear& w, int num_rows) {
               (const int32_t*)(scales + inputs / activation_group(w) * num_rows)};
 }
 
-inline void pack_floats(const float* x, int64_t stride, int num_rows, int num_in, int num_padded, float* to) {
-  for (int m = 0; m < num_rows; ++m, x += stride) {
-    for (int k = 0; k < num_in; ++k) to[(int64_t)k * num_rows + m] = x[k];
-    for (int k = num_in; k < num_padded; ++k) to[(int64_t)k * num_rows + m] = 0;
+// Four bytes of a row's input at a time, into their places among the tile's rows.
+struct Interleave {
+  uint32_t* to;
+  int num_rows;
+
+  TANDEM_INLINE void put(int first, Words words) const {  // words first .. of a row
+    if (num_rows == 1) return store_raw(to + first, words);
+    uint32_t parts[kLanes];
+    store_raw(parts, words);
+    for (int i = 0; i < kLanes; ++i) to[(int64_t)(first + i) * num_rows] = parts[i];
+  }
+  TANDEM_INLINE void put_first(int first, Words words, int n) const {
+    uint32_t parts[kLanes];
+    store_raw(parts, words);
+    for (int i = 0; i < n; ++i) to[(int64_t)(first + i) * num_rows] = parts[i];
+  }
+};
+
+inline void pack_floats(const float* x, int num_in, int num_padded, Interleave to) {
+  int k = 0;
+  for (; k + kLanes <= num_in; k += kLanes) to.put(k, (Words)load(x + k));
+  for (; k < num_padded; k += kLanes) {
+    const Floats rest = load_first(x + k, larger(0, smaller(kLanes, num_in - k)));
+    to.put_first(k, (Words)rest, smaller(kLanes, num_padded - k));
   }
 }
 
-inline void pack_pairs(const float* x, int64_t stride, int num_rows, int num_in, int num_padded, uint32_t* to) {
-  for (int m = 0; m < num_rows; ++m, x += stride) {
-    for (int k = 0; k < num_padded; k += kLanes) {
-      const Words rounded = round_to_bfloat16(load_first(x + k, larger(0, smaller(kLanes, num_in - k))));
-      for (int i = 0; i < smaller(kLanes, num_padded - k); i += 2) {
-        to[(int64_t)(k + i) / 2 * num_rows + m] = rounded[i] >> 16 | rounded[i + 1];
-      }
-    }
+#if defined(__AVX512BF16__)
+inline void pack_pairs(const float* x, int num_in, int num_padded, Interleave to) {
+  for (int k = 0; k < num_padded; k += 2 * kLanes) {
+    const Floats low = load_first(x + k, larger(0, smaller(kLanes, num_in - k)));
+    const Floats high = load_first(x + k + kLanes, larger(0, smaller(kLanes, num_in - k - kLanes)));
+    const Words pairs = (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    if (k + 2 * kLanes <= num_padded) to.put(k / 2, pairs);
+    else to.put_first(k / 2, pairs, (num_padded - k) / 2);
   }
 }
+#endif
 
-inline void pack_bytes(const float* x, int64_t stride, int num_rows, int num_in, int num_padded, int group, char* to) {
-  float* scales = (float*)(to + (int64_t)num_padded * num_rows);
-  int32_t* sums = (int32_t*)(scales + (int64_t)num_padded / group * num_rows);
-  for (int m = 0; m < num_rows; ++m, x += stride) {
-    for (int first = 0; first < num_padded; first += group) {
-      const int num_valid = larger(0, smaller(group, num_in - first));
-      Floats largest_of{};
-      for (int k = 0; k < num_valid; k += kLanes) {
-        const Floats v = load_first(x + first + k, smaller(kLanes, num_valid - k));
-        largest_of = max(largest_of, max(v, -v));
-      }
-      const float size = largest(largest_of);
-      const float inverse = size > 0 ? 127.0f / size : 0.0f;
-      Ints total{};
-      for (int k = 0; k < group; k += kLanes) {
-        const int valid = larger(0, smaller(kLanes, num_valid - k));
-        const Ints rounded = round_to_ints(load_first(x + first + k, valid) * splat(inverse));
-        total += rounded;
-        const SignedBytes bytes = __builtin_convertvector(rounded, SignedBytes);
-        for (int i = 0; i < kLanes; i += 4) {
-          memcpy(to + ((int64_t)(first + k + i) / 4 * num_rows + m) * 4, (const char*)&bytes + i, 4);
-        }
-      }
-      int32_t sum_of = 0;
-      for (int i = 0; i < kLanes; ++i) sum_of += total[i];
-      scales[(int64_t)first / group * num_rows + m] = size / 127.0f;
-      sums[(int64_t)first / group * num_rows + m] = sum_of;
+// Rounds groups of inputs to int8 by the largest of each; a group is a multiple of 32.
+inline void pack_bytes(const float* x, int num_in, int num_padded, int group, Interleave to, float* scales, int32_t* sums) {
+  for (int first = 0; first < num_padded; first += group, scales += to.num_rows, sums += to.num_rows) {
+    const int num_valid = larger(0, smaller(group, num_in - first));
+    Floats largest_of{};
+    for (int k = 0; k < num_valid; k += kLanes) {
+      const Floats v = load_first(x + first + k, smaller(kLanes, num_valid - k));
+      largest_of = max(largest_of, max(v, -v));
     }
+    // Groups of smaller activations count as zeros: 127 / size has to be finite.
+    const float size = largest(largest_of), inverse = size > 1e-30f ? 127.0f / size : 0.0f;
+    Ints total{};
+    for (int k = 0; k < group; k += kLanes) {
+      const Ints rounded = round_to_ints(load_first(x + first + k, larger(0, smaller(kLanes, num_valid - k))) * splat(inverse));
+      total += rounded;
+      uint32_t words[kLanes / 4];
+      store_raw(words, narrow(rounded));
+      for (int i = 0; i < kLanes / 4; ++i) to.to[(int64_t)((first + k) / 4 + i) * to.num_rows] = words[i];
+    }
+    int32_t sum_of = 0;
+    for (int i = 0; i < kLanes; ++i) sum_of += total[i];
+    *scales = size / 127.0f, *sums = sum_of;
   }
 }
 
 inline void pack_tile(Path path, const Linear& w, const float* x, int num_rows, char* to) {
   const int padded = padded_inputs(w.format, w.num_in, w.group_size);
-  switch (path) {
-    case Path::kPairs: return pack_pairs(x, w.num_in, num_rows, w.num_in, padded, (uint32_t*)to);
-    case Path::kBytes: return pack_bytes(x, w.num_in, num_rows, w.num_in, padded, activation_group(w), to);
-    default: return pack_floats(x, w.num_in, num_rows, w.num_in, padded, (float*)to);
+  float* scales = (float*)(to + (int64_t)padded * num_rows);
+  int32_t* sums = (int32_t*)(scales + (int64_t)padded / activation_group(w) * num_rows);
+  for (int m = 0; m < num_rows; ++m, x += w.num_in) {
+    const Interleave row{(uint32_t*)to + m, num_rows};
+    switch (path) {
+#if defined(__AVX512BF16__)
+      case Path::kPairs: pack_pairs(x, w.num_in, padded, row); break;
+#endif
+      case Path::kBytes: pack_bytes(x, w.num_in, padded, activation_group(w), row, scales + m, sums + m); break;
+      default: pack_floats(x, w.num_in, padded, row); break;
+    }
   }
 }
 
@@ -398,9 +418,9 @@ inline void multiply(Path path, int num_rows, const Linear& w, int panel, const 
       return multiply_rows<ByteProduct<Format::kInt4>, kIntRows>(num_rows, w, panel, tile, out);
     case Path::kBytesAsFloat:
       if (w.format == Format::kInt8) {
-        return multiply_rows<ByteAsFloatProduct<Format::kInt8>, kIntRows>(num_rows, w, panel, tile, out);
+        return multiply_rows<ByteAsFloatProduct<Format::kInt8>, kFloatRows>(num_rows, w, panel, tile, out);
       }
-      return multiply_rows<ByteAsFloatProduct<Format::kInt4>, kIntRows>(num_rows, w, panel, tile, out);
+      return multiply_rows<ByteAsFloatProduct<Format::kInt4>, kFloatRows>(num_rows, w, panel, tile, out);
     default: return multiply_rows<PairAsFloatProduct, kFloatRows>(num_rows, w, panel, tile, out);
   }
 }

@@ -161,7 +161,25 @@ TANDEM_INLINE float largest(Floats v) {
 
 // --- other number formats -------------------------------------------------------------------------------------------
 
-TANDEM_INLINE Words widen(Halves v) { return __builtin_convertvector(v, Words); }
+// By intrinsics: GCC takes vectors apart to convert them.
+TANDEM_INLINE Words widen(Halves v) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, Words);
+#endif
+}
+TANDEM_INLINE Ints widen(SignedBytes v) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32((__m128i)v);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_raw<int64_t>(&v)));
+#else
+  return __builtin_convertvector(v, Ints);
+#endif
+}
 
 TANDEM_INLINE Floats halves_to_floats(Halves v) {
 #if defined(__AVX512F__)
@@ -179,16 +197,24 @@ TANDEM_INLINE Floats halves_to_floats(Halves v) {
 #endif
 }
 
+TANDEM_INLINE SignedBytes narrow(Ints v) {  // the low bytes
+#if defined(__AVX512F__)
+  return (SignedBytes)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(v, SignedBytes);
+#endif
+}
+
 TANDEM_INLINE Floats load_floats(const float* p) { return load(p); }
 TANDEM_INLINE Floats load_floats(const BFloat16* p) { return from_bits(widen(load_raw<Halves>(p)) << 16); }
 TANDEM_INLINE Floats load_floats(const Float16* p) { return halves_to_floats(load_raw<Halves>(p)); }
 TANDEM_INLINE Floats load_floats(const int8_t* p) {
-  return to_floats(__builtin_convertvector(load_raw<SignedBytes>(p), Ints));
+  return to_floats(widen(load_raw<SignedBytes>(p)));
 }
 TANDEM_INLINE Floats load_floats(const Float8* p) {
-  // Its bits are a float16's with eight off the exponent's bias. NaN (0x7f) reads as 480; nothing writes it.
-  const Halves v = __builtin_convertvector(load_raw<Bytes>(p), Halves);
-  return halves_to_floats(((v & 0x80) << 8) | ((v & 0x7f) << 7)) * splat(256.0f);
+  // Moved up, its bits are a float32's with 120 off the exponent's bias. NaN (0x7f) reads as 480; nothing writes it.
+  const Words moved = (Words)(widen(load_raw<SignedBytes>(p)) << 20) & 0x87f00000u;
+  return from_bits(moved) * splat(1.329227995784916e36f);  // 2^120
 }
 
 TANDEM_INLINE Words round_to_bfloat16(Floats v) {  // in the upper halves; NaN stays NaN
@@ -225,7 +251,7 @@ TANDEM_INLINE void store_floats(Float16* p, Floats v) {
 }
 TANDEM_INLINE void store_floats(int8_t* p, Floats v) {
   const Ints rounded = round_to_ints(min(max(v, splat(-127.0f)), splat(127.0f)));
-  store_raw(p, __builtin_convertvector(rounded, SignedBytes));
+  store_raw(p, narrow(rounded));
 }
 TANDEM_INLINE void store_floats(Float8* p, Floats v) {
   const Words sign = (Words)v & 0x80000000u;
@@ -260,6 +286,8 @@ TANDEM_INLINE Floats exp(Floats x) {  // within 2 units in the last place; 0 bel
 }
 
 TANDEM_INLINE Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
+
+TANDEM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 TANDEM_INLINE Floats tanh(Floats x) {
   const Floats e = exp(splat(2.0f) * min(max(x, splat(-15.0f)), splat(15.0f)));

@@ -1,9 +1,8 @@
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <new>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace tandem {
 namespace {
@@ -26,9 +25,7 @@ void* Workspace::take(int slot, int64_t num_bytes) {
   size_[slot] = 0;
   data_[slot] = std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(size));
   if (data_[slot] == nullptr) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-  if (alignment == kHugePage) madvise(data_[slot], static_cast<size_t>(size), MADV_HUGEPAGE);
-#endif
+  if (alignment == kHugePage) advise_huge_pages(data_[slot], size);
   size_[slot] = size;
   return data_[slot];
 }
