@@ -2,7 +2,9 @@
 
     dial -> Hello until Welcome -> joined: messages both ways, Status every heartbeat
     gap in the proxy's sequence, Rehello, or another proxy instance at the address -> Hello again, with a snapshot
-    silence past the lease -> the proxy is lost: its requests are the node's to abort; Hello until it is back
+    silence past the lease -> the proxy is lost: its requests are the node's to abort
+    silence, joined or not -> dialled anew, its name looked up again; ZMQ by itself waits for the system to give the
+        connection up, a quarter of an hour when the other end vanished without a word
     handshake failed (another cluster secret, or one side has none) -> said in words, dialled again later
 
 `ProxyLink` decides and is pure; `ControlClient` owns the sockets. Neither knows what the messages ask for.
@@ -23,13 +25,17 @@ from zmq.utils.monitor import recv_monitor_message
 from common import messages as m
 from common.clock import Clock, SystemClock
 from common.errors import PeerError
-from common.plane_security import CURVE_OVERHEAD_BYTES, HANDSHAKE_FAILURES, LOCAL_CONTROL, FailureLog, PlaneSecurity
+from common.logging import FailureLog
+from common.plane_security import CURVE_OVERHEAD_BYTES, HANDSHAKE_FAILURES, LOCAL_CONTROL, PlaneSecurity
 
 log = logging.getLogger(__name__)
 
 HELLO_INTERVAL_SECONDS = 0.5
 FIRST_LEASE_SECONDS = 5.0
 REDIAL_SECONDS = 1.0
+# For each attempt; ZMQ makes the next one by itself, a moment to a second later.
+CONNECT_SECONDS = 2.0
+HANDSHAKE_SECONDS = 4.0
 SEND_HIGH_WATER_MARK = 10_000
 
 
@@ -62,6 +68,12 @@ class Delivery:
     lost_proxy_id: str | None = None
 
 
+@dataclass(frozen=True)
+class Loss:
+    proxy_id: str
+    at: float
+
+
 class ProxyLink:
     """State of the connection to one proxy address. Pure: times are passed in, nothing is sent from here."""
 
@@ -72,8 +84,13 @@ class ProxyLink:
         self.heartbeat_seconds = 1.0
         self.lease_seconds = FIRST_LEASE_SECONDS
         self.refusal: str | None = None
+        self.lost: Loss | None = None
         self._sent = 0
         self._received = 0
+        self._last_heard = now
+
+    def dialled(self, now: float) -> None:
+        """On a new connection silence counts from now on."""
         self._last_heard = now
 
     def envelope(self) -> m.Envelope:
@@ -104,10 +121,15 @@ class ProxyLink:
             return Delivery(message if self.is_joined else None, needs_hello=True, lost_proxy_id=lost)
         return Delivery(message, lost_proxy_id=lost)
 
+    def is_silent(self, now: float) -> bool:
+        """Whether nothing came for so long that this connection has to be taken for dead."""
+        return now - self._last_heard > (self.lease_seconds if self.is_joined else FIRST_LEASE_SECONDS)
+
     def expire(self, now: float) -> str | None:
         """The proxy that was lost by its silence, once."""
-        if not self.is_joined or now - self._last_heard <= self.lease_seconds:
+        if not self.is_joined or not self.is_silent(now):
             return None
+        self.lost = Loss(self.proxy_id, now)
         return self._forget()
 
     def _note_sender(self, sender: str) -> str | None:
@@ -122,13 +144,14 @@ class ProxyLink:
 
     def _join(self, welcome: m.Welcome) -> None:
         self.is_joined = True
-        self.refusal = None
+        self.refusal = self.lost = None
         self.heartbeat_seconds = welcome.heartbeat_seconds
         self.lease_seconds = welcome.lease_seconds
 
 
 class _Connection:
-    """socket: None after a failed handshake, until it is dialled again. failure: what that meant, in words."""
+    """socket: None after a failed handshake, until it is dialled again. failure: what that meant, in words.
+    is_dead: set when the socket is to be closed and the proxy dialled anew."""
 
     def __init__(self, endpoint: str, link: ProxyLink) -> None:
         self.endpoint = endpoint
@@ -136,6 +159,7 @@ class _Connection:
         self.link = link
         self.logged_refusal: str | None = None
         self.failure: str | None = None
+        self.is_dead = asyncio.Event()
 
 
 class ControlClient:
@@ -198,50 +222,78 @@ class ControlClient:
 
     @property
     def refusals(self) -> list[str]:
-        """Why proxies that can be reached do not take this node."""
-        return [reason for c in self._connections if (reason := c.link.refusal or c.failure)]
+        """Why this node is not joined, of each proxy of which that is known."""
+        now = self._clock.now()
+        return [reason for c in self._connections if (reason := c.link.refusal or c.failure or _loss(c, now))]
 
     async def _keep_dialled(self, connection: _Connection) -> None:
-        """After some kinds of failed handshake ZMQ never dials again, so this does, after all of them."""
+        """Dials anew after silence, at once, and after a failed handshake: ZMQ never does after some kinds of those."""
         while True:
-            connection.socket = self._dial(connection.endpoint)
+            connection.is_dead.clear()
+            connection.link.dialled(self._clock.now())
+            try:
+                connection.socket = self._dial(connection.endpoint)
+            except zmq.ZMQError as error:  # no file descriptor is left; that may pass
+                connection.failure = f"cannot dial the proxy at {connection.endpoint}: {error.strerror}"
+                self._failures.note(self._clock.now(), connection.failure)
+                await asyncio.sleep(REDIAL_SECONDS)
+                continue
             try:
                 await self._use(connection, connection.socket)
             finally:
                 connection.socket.close()
                 connection.socket = None
-            await asyncio.sleep(REDIAL_SECONDS)
+            if not connection.is_dead.is_set():
+                await asyncio.sleep(REDIAL_SECONDS)
 
     async def _use(self, connection: _Connection, socket: zmq.asyncio.Socket) -> None:
-        """Until a handshake fails."""
+        """Until a handshake fails, or nothing comes any more."""
         monitor = socket.get_monitor_socket()  # that of `_dial`
         receiving = asyncio.create_task(self._receive(connection, socket))
-        failing = asyncio.ensure_future(recv_monitor_message(monitor))
+        failing = asyncio.create_task(self._handshake_failure(connection.endpoint, monitor))
+        dying = asyncio.create_task(connection.is_dead.wait())
         try:
-            await asyncio.wait({receiving, failing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receiving, failing, dying}, return_when=asyncio.FIRST_COMPLETED)
             if receiving.done():
                 receiving.result()  # raises
-            event = failing.result()
-            proxy = f"the proxy at {connection.endpoint}"
-            connection.failure = self._security.dialling_failure(event["event"], event["value"], proxy)
-            self._failures.note(self._clock.now(), connection.failure)
+            if failing.done():
+                connection.failure = failing.result()
+                self._failures.note(self._clock.now(), connection.failure)
         finally:
-            for task in (receiving, failing):
+            for task in (receiving, failing, dying):
                 task.cancel()
-            await asyncio.gather(receiving, failing, return_exceptions=True)
+            await asyncio.gather(receiving, failing, dying, return_exceptions=True)
             socket.disable_monitor()
             monitor.close()
 
+    async def _handshake_failure(self, endpoint: str, monitor: zmq.asyncio.Socket) -> str:
+        """Waits for one; what it means, in words."""
+        loop = asyncio.get_running_loop()
+        connected_at = loop.time()
+        while True:
+            event = await recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                connected_at = loop.time()
+                continue
+            proxy = f"the proxy at {endpoint}"
+            if loop.time() - connected_at > HANDSHAKE_SECONDS / 2:  # half: we may have heard late of the connection
+                waited = f"said nothing for {HANDSHAKE_SECONDS:g} s"
+                return f"{proxy} took the connection and {waited}: it hangs, or is no proxy"
+            return self._security.dialling_failure(event["event"], event["value"], proxy)
+
     def _dial(self, endpoint: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
-        socket.get_monitor_socket(HANDSHAKE_FAILURES)  # before it can fail
+        socket.get_monitor_socket(HANDSHAKE_FAILURES | zmq.EVENT_CONNECTED)  # before it can fail
         self._security.secure_client(socket)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_SECONDS * 1000))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.connect(endpoint)
         return socket
 
@@ -253,7 +305,8 @@ class ControlClient:
                 envelope, message = m.decode_from_proxy(frames)
             except PeerError as error:
                 self.num_bad_messages += 1
-                log.warning("dropped a message from %s: %s", connection.endpoint, error)
+                text = f"dropped a message from {connection.endpoint}: {error}"
+                self._failures.note(self._clock.now(), text, kind=f"bad message from {connection.endpoint}")
                 continue
             self._deliver(connection, envelope, message)
 
@@ -281,8 +334,11 @@ class ControlClient:
     async def _beat(self, connection: _Connection) -> None:
         link = connection.link
         while True:
-            if lost := link.expire(self._clock.now()):
-                self._lose(connection, lost)
+            now = self._clock.now()
+            if link.is_silent(now):
+                if lost := link.expire(now):
+                    self._lose(connection, lost)
+                connection.is_dead.set()
             if link.is_joined:
                 self._send(connection, self._handler.status())
             else:
@@ -290,7 +346,7 @@ class ControlClient:
             await asyncio.sleep(link.heartbeat_seconds if link.is_joined else HELLO_INTERVAL_SECONDS)
 
     def _lose(self, connection: _Connection, proxy_id: str) -> None:
-        log.warning("lost proxy %s at %s", proxy_id, connection.endpoint)
+        log.warning("lost proxy %s at %s; dialling it again", proxy_id, connection.endpoint)
         self._handler.proxy_lost(proxy_id)
 
     def _send(self, connection: _Connection, message: m.NodeMessage) -> None:
@@ -300,4 +356,12 @@ class ControlClient:
         sent = connection.socket.send_multipart(frames, zmq.NOBLOCK)  # done at once: sent, or failed with Again
         assert isinstance(sent, asyncio.Future)
         if sent.exception() is not None:  # the sequence moved on: the proxy will see the gap and ask for a snapshot
-            log.warning("queue to the proxy at %s is full; dropped a %s", connection.endpoint, type(message).__name__)
+            text = f"queue to the proxy at {connection.endpoint} is full; dropped a {type(message).__name__}"
+            self._failures.note(self._clock.now(), text)
+
+
+def _loss(connection: _Connection, now: float) -> str | None:
+    """In words, until it is joined again."""
+    if (lost := connection.link.lost) is None:
+        return None
+    return f"lost proxy {lost.proxy_id} at {connection.endpoint}, {now - lost.at:.0f} s ago; dialling it again"

@@ -16,7 +16,7 @@ main() {
     find_engine
     find_base_image
     stage_wheels
-    timeout --kill-after 60 900 "$python" -m pytest -q --timeout 420 tests/deploy/live_compose.py "$@"
+    timeout --kill-after 60 1800 "$python" -m pytest -q --timeout 840 tests/deploy/live_compose.py "$@"
 }
 
 find_engine() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_cluster_secret(tmp_path / "none")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load_cluster_secret(tmp_path)
+
+
+@pytest.mark.parametrize("text", [TEXT, f"/{TEXT}", f"ab/{TEXT}", f"{TEXT[:20]}/{TEXT[20:]}"])
+def test_a_secret_given_in_place_of_its_file_is_not_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match="the file named by --cluster-secret-file cannot be read") as caught:
+        load_cluster_secret(Path(text))
+    assert TEXT[:20] not in caught.value.message
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{path} cannot be read: Not a regular file"):
+            load_cluster_secret(path)
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o440, False), (0o644, True), (0o602, True)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.logging import LogFormat, configure_logging, log_event, parse_levels
+from common.logging import FailureLog, LogFormat, configure_logging, log_event, parse_levels, say_why_it_ends
 
 log = logging.getLogger("kvtransfer.link")
 
@@ -91,3 +91,51 @@ def test_only_packages_named_leaves_the_others_at_info() -> None:
 def test_a_wrong_level_is_named_with_the_choices(text: str) -> None:
     with pytest.raises(ValueError, match="must be one of debug, info, warning, error"):
         parse_levels(text)
+
+
+def test_a_failure_that_repeats_is_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    failures = FailureLog(logging.getLogger("test"), interval_seconds=30.0)
+    for now in (0.0, 1.0, 2.0, 29.9):
+        failures.note(now, "refused")
+    failures.note(2.5, "something else")
+    failures.note(30.0, "refused")
+    failures.note(70.0, "refused")
+    assert [record.message for record in caplog.records] == [
+        "refused",
+        "something else",
+        "refused (3 more times since the last such line)",
+        "refused",
+    ]
+
+
+def test_of_one_kind_only_the_first_text_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    failures = FailureLog(logging.getLogger("test"))
+    for number in range(5):
+        failures.note(0.0, f"nonsense {number}", kind="nonsense")
+    assert [record.message for record in caplog.records] == ["nonsense 0"]
+    failures.note(30.0, "nonsense 5", kind="nonsense")
+    assert caplog.records[-1].message == "nonsense 5 (4 more times since the last such line)"
+
+
+def test_whoever_makes_up_new_kinds_fills_neither_log_nor_memory(caplog: pytest.LogCaptureFixture) -> None:
+    failures = FailureLog(logging.getLogger("test"))
+    for number in range(1000):
+        failures.note(0.0, f"nonsense {number}")
+    assert 10 < len(caplog.records) < 100
+    assert failures.due(30.0, "yet another") == 1000 - len(caplog.records)
+
+
+@pytest.mark.parametrize("levels", ["=debug", "info,=debug", "x=y=debug", "a b=debug", ".x=debug", "x.=debug"])
+def test_what_is_no_package_is_refused(levels: str) -> None:
+    with pytest.raises(ValueError, match=r"has the (package|level) '"):
+        parse_levels(levels)
+
+
+def test_the_last_line_has_the_form_of_the_others(stream: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "decode", stream, log_format="json")
+    say_why_it_ends("decode", "no room " * 100, "json")
+    line = json.loads(stream.getvalue())
+    assert (line["level"], line["process"], line["message"]) == ("error", "decode", "no room " * 100)
+    assert not capsys.readouterr().err
+    say_why_it_ends("decode", "no room", "text")
+    assert capsys.readouterr().err == "tandem decode: no room\n"

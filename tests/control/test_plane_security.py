@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from common.config import NodeFlags
 from common.control import ControlClient
 from common.errors import ConfigError
 from common.node_process import load_node_security
-from common.plane_security import FailureLog, PlaneSecurity, is_local, load_cluster_security
+from common.plane_security import PlaneSecurity, is_local, load_cluster_security
 
 HERE = ["tcp://127.0.0.1:0", "tcp://127.0.0.2:5", "tcp://[::1]:5", "tcp://localhost:*", "ipc:///run/x", "inproc://x"]
 BEYOND = [
@@ -62,21 +61,6 @@ def test_insecure_is_said(caplog: pytest.LogCaptureFixture) -> None:
     security = load_cluster_security(NodeFlags(insecure=True))
     assert "not encrypted" in caplog.text
     security.fetch.check("tcp://0.0.0.0:1")
-
-
-def test_a_failure_that_repeats_is_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    failures = FailureLog(logging.getLogger("test"), interval_seconds=30.0)
-    for now in (0.0, 1.0, 2.0, 29.9):
-        failures.note(now, "refused")
-    failures.note(2.5, "something else")
-    failures.note(30.0, "refused")
-    failures.note(70.0, "refused")
-    assert [record.message for record in caplog.records] == [
-        "refused",
-        "something else",
-        "refused (3 more times since the last such line)",
-        "refused",
-    ]
 
 
 def test_other_protocols_are_not_taken_for_another_secret() -> None:

@@ -83,6 +83,9 @@ class Service:
     def inspect(self, container: str) -> dict[str, Any]:
         return dict(json.loads(docker("inspect", container))[0])
 
+    def address(self, container: str) -> str:
+        return str(self.inspect(container)["NetworkSettings"]["Networks"][f"{PROJECT}_default"]["IPAddress"])
+
     def client(self) -> OpenAI:
         # no retries: what fails is to be seen
         http = httpx.Client(trust_env=False)
@@ -96,11 +99,11 @@ class Service:
     def containers_of_nodes(self, role: str) -> dict[str, str]:
         """By the id that the proxy knows the node by."""
         logs = {container: docker("logs", container) for container in self.containers(role)}
-        return {re.findall(rf"{role} node (\w+) s", text)[-1]: container for container, text in logs.items()}
+        return {re.findall(rf"{role} node ([\w-]+) s", text)[-1]: container for container, text in logs.items()}
 
     def busy_node(self, role: str) -> str | None:
         """Id of one that computes something now."""
-        pattern = rf'^vllm:num_requests_running\{{.*node="(\w+)",role="{role}"\}} [1-9]'
+        pattern = rf'^vllm:num_requests_running\{{.*node="([\w-]+)",role="{role}"\}} [1-9]'
         busy = re.search(pattern, self.metrics(), re.MULTILINE)
         return busy and busy[1]
 
@@ -138,7 +141,7 @@ def service() -> Iterator[Service]:
 
 
 def test_builds_small_images(service: Service) -> None:
-    service.compose("build", seconds=400)
+    service.compose("build", seconds=800)
     megabytes = {
         name: int(docker("image", "inspect", "--format", "{{.Size}}", f"tandem-{name}:test")) / 1e6
         for name in ("proxy", "node")
@@ -177,6 +180,8 @@ def test_comes_up_with_one_command(service: Service) -> None:
     for name in ("proxy", "prefill", "decode"):
         (container,) = service.containers(name)
         assert docker("exec", container, "id", "-u").strip() == "10001"
+    for container in (*service.containers("prefill"), *service.containers("decode")):
+        assert f"{container[:12]}-" in service.compose("exec", "--no-TTY", "proxy", "tandem", "status")
     (proxy,) = service.containers("proxy")
     ports = service.inspect(proxy)["NetworkSettings"]["Ports"]
     assert {key: value for key, value in ports.items() if value} == {
@@ -264,6 +269,28 @@ def test_a_stream_outlives_its_decode_node_which_comes_back(service: Service) ->
     wait_for(lambda: service.nodes() == (1, 3))
 
 
+def test_nodes_follow_a_proxy_that_is_at_another_address(service: Service) -> None:
+    """It vanishes without a word, and its name means another address when it is back."""
+    (proxy,) = service.containers("proxy")
+    nodes = service.containers("prefill") + service.containers("decode")
+    network, before = f"{PROJECT}_default", service.address(proxy)
+
+    def all_said(pattern: str) -> bool:
+        return all(re.search(pattern, docker("logs", node), re.DOTALL) for node in nodes)
+
+    docker("network", "disconnect", network, proxy)
+    wait_for(lambda: all_said("; dialling it again"), seconds=30)
+    sit = ("run", "--detach", "--rm", "--network", network, "--entrypoint", "sleep", "tandem-proxy:test", "60")
+    sitter = docker(*sit).strip()  # at the old address
+    try:
+        docker("network", "connect", "--alias", "proxy", network, proxy)
+        assert service.address(proxy) != before
+        wait_for(lambda: all_said("; dialling it again.* joined proxy"), seconds=30)
+        assert sum(service.nodes()) == len(nodes)
+    finally:
+        docker("rm", "--force", sitter)
+
+
 def test_scales_down_while_it_answers(service: Service) -> None:
     with service.client() as client, ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(client.completions.create, **{**STORY, "max_tokens": 100}) for _ in range(3)]
@@ -293,3 +320,4 @@ def test_every_process_ends_well_when_told_to(service: Service) -> None:
     states = {service.inspect(container)["Name"]: service.inspect(container)["State"] for container in containers}
     assert len(states) == 3
     assert {name: state["ExitCode"] for name, state in states.items()} == dict.fromkeys(states, 0)
+    assert [docker("logs", container).splitlines()[-1].split()[-1] for container in containers] == ["stopped"] * 3

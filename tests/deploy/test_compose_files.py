@@ -7,13 +7,14 @@ they are compared. What containers then do: live_compose.py.
 from __future__ import annotations
 
 import http.server
+import os
 import re
 import shlex
 import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,31 @@ PROCESSES = ("proxy", "prefill", "decode")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-def load(name: str, **variables: str) -> dict[str, Any]:
-    """The file as Compose reads it with these variables set."""
+def fill_in(text: str, variables: Mapping[str, str]) -> str:
+    """As Compose does, with these variables set."""
 
     def value(match: re.Match[str]) -> str:
         variable, operator, default = match.groups()
         is_set = bool(variables.get(variable)) if operator == ":-" else variable in variables
         return variables[variable] if is_set else default or ""
 
-    text = re.sub(r"\$\{(\w+)(?:(:?-)([^}]*))?\}", value, (ROOT / name).read_text())
-    return dict(yaml.safe_load(text))
+    return re.sub(r"\$\{(\w+)(?:(:?-)([^}]*))?\}", value, text)
+
+
+def load(name: str, **variables: str) -> dict[str, Any]:
+    """The file as Compose reads it with these variables set."""
+    return dict(yaml.safe_load(fill_in((ROOT / name).read_text(), variables)))
+
+
+def environment(service: dict[str, Any], tandem_env: str = "", **variables: str) -> dict[str, str]:
+    """Of its containers. tandem_env: what the user's file says; each file sees those before it, behind the shell."""
+    found: dict[str, str] = {}
+    for file in service["env_file"]:
+        text = tandem_env if file["path"] == "tandem.env" else (ROOT / file["path"]).read_text()
+        lines = (line.partition("=") for line in text.splitlines() if line and not line.startswith("#"))
+        for name, _, value in lines:
+            found[name] = fill_in(value, {**found, **variables})
+    return {**found, **{name: str(value) for name, value in service["environment"].items()}}
 
 
 @pytest.fixture
@@ -58,8 +74,8 @@ def config_of(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Call
     """What a service's process would run with; ends the test as the process would end."""
 
     def read(name: str) -> Flags:
-        for variable, text in services[name]["environment"].items():
-            monkeypatch.setenv(variable, "" if text is None else str(text))
+        for variable, text in environment(services[name]).items():
+            monkeypatch.setenv(variable, text)
         command, *flags = services[name]["command"]
         return read_config(config_class_of(command), flags, prog=f"tandem {command}").config
 
@@ -101,8 +117,10 @@ def test_variables_of_processes_are_flags_of_theirs(services: dict[str, Any]) ->
     gpu = load("compose.gpu.yaml")["services"]
     for name in PROCESSES:
         fields = config_class_of(name).model_fields
-        set_there = {**services[name]["environment"], **gpu.get(name, {}).get("environment", {})}
-        unknown = {v for v in set_there if v.startswith("TANDEM_")} - {f"TANDEM_{field.upper()}" for field in fields}
+        services[name]["env_file"] += gpu.get(name, {}).get("env_file", [])  # as Compose joins them
+        unknown = {v for v in environment(services[name]) if v.startswith("TANDEM_")} - {
+            f"TANDEM_{field.upper()}" for field in fields
+        }
         assert unknown == set(), name
 
 
@@ -113,9 +131,12 @@ def test_the_secret_and_the_model_come_first(services: dict[str, Any]) -> None:
     command = shlex.split(make.removeprefix("exec "))
     assert command[:2] == ["tandem", "keygen"]
     assert str(keygen_parser().parse_args(command[2:]).file) == test.split()[-1] == "/run/tandem/secret"
-    models, *arguments = services["model"]["command"]
+    shell, flag, script = services["model"]["entrypoint"]
+    assert (shell, flag) == ("sh", "-c")
+    model = environment(services["model"])["TANDEM_MODEL"]
+    tandem, models, *arguments = shlex.split(script.removeprefix("exec ").replace("$$TANDEM_MODEL", model))
     pulled = models_parser().parse_args(arguments)
-    assert (models, pulled.action, pulled.name) == ("models", "pull", DEFAULT_MODEL)
+    assert (tandem, models, pulled.action, pulled.name) == ("tandem", "models", "pull", DEFAULT_MODEL)
     for name in PROCESSES:
         conditions = {other: entry["condition"] for other, entry in services[name]["depends_on"].items()}
         assert conditions == dict.fromkeys(("secret", "model"), "service_completed_successfully")
@@ -127,8 +148,7 @@ def test_one_model_and_one_cache_for_all(services: dict[str, Any]) -> None:
         assert "cache:/var/lib/tandem" in services[name]["volumes"]
         assert "no-models:/models:ro" in services[name]["volumes"]
         assert "./models:/models:ro" in mine["services"][name]["volumes"]
-        assert mine["services"][name]["environment"]["TANDEM_MODEL"] == "/models/mine"
-    assert mine["services"]["model"]["command"][-1] == "/models/mine"
+        assert environment(mine["services"][name], TANDEM_MODEL="/models/mine")["TANDEM_MODEL"] == "/models/mine"
     assert "TANDEM_CACHE_DIR=/var/lib/tandem" in DOCKERFILE
     assert set(mine["volumes"]) == {"cache", "secret", "no-models"}
 
@@ -137,6 +157,43 @@ def test_a_stop_waits_as_long_as_the_process_does(services: dict[str, Any], conf
     waits = {"proxy": "shutdown_grace_seconds", "prefill": "drain_seconds", "decode": "drain_seconds"}
     for name, field in waits.items():
         assert float(services[name]["stop_grace_period"].removesuffix("s")) > getattr(config_of(name), field)
+    longer = load("compose.yaml", TANDEM_STOP_GRACE_PERIOD="10m")["services"]
+    assert {longer[name]["stop_grace_period"] for name in PROCESSES} == {"10m"}
+
+
+def test_a_setting_comes_from_the_shell_else_tandem_env_else_the_default(services: dict[str, Any]) -> None:
+    """`environment` would hide what tandem.env says, even where nothing was set."""
+    assert not [
+        name for name in PROCESSES if any("${" in str(value) for value in services[name]["environment"].values())
+    ]
+    for name in PROCESSES:
+        for variable in environment(services[name]).keys() - services[name]["environment"].keys():
+            assert environment(services[name], f"{variable}=mine")[variable] == "mine"
+            assert environment(services[name], f"{variable}=mine", **{variable: "shell"})[variable] == "shell"
+    assert environment(services["decode"], "TANDEM_DRAIN_SECONDS=5")["TANDEM_DRAIN_SECONDS"] == "5"
+    assert environment(services["proxy"])["TANDEM_API_KEY"] == ""
+
+
+def test_what_fetches_the_model_has_what_that_needs_and_nobody_else(services: dict[str, Any]) -> None:
+    for variable in ("HF_TOKEN", "PIP_INDEX_URL"):
+        assert {name for name in (*PROCESSES, "model") if variable in environment(services[name])} == {"model"}
+    assert {environment(services[name])["HF_HUB_OFFLINE"] for name in PROCESSES} == {"1"}
+    assert "HF_HUB_OFFLINE" not in environment(services["model"])
+
+
+def test_what_cannot_go_better_a_second_time_is_not_tried_again(services: dict[str, Any]) -> None:
+    assert services["model"]["restart"] == "no"
+    assert "restart" not in services["secret"]
+    assert {services[name]["restart"] for name in PROCESSES} == {"on-failure:3"}
+
+
+def test_no_registry_is_asked_for_what_is_built_here(services: dict[str, Any]) -> None:
+    assert {service["pull_policy"] for service in services.values()} == {"never"}
+
+
+def test_files_with_secrets_of_a_user_are_not_committed() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"/.env", "/tandem.env"} <= set(ignored)
 
 
 def test_containers_may_do_little(services: dict[str, Any]) -> None:
@@ -152,12 +209,12 @@ def test_containers_may_do_little(services: dict[str, Any]) -> None:
 
 
 def test_every_setting_is_explained_above_the_services() -> None:
-    explained = ""
-    for name in ("compose.yaml", "compose.gpu.yaml"):
-        text = (ROOT / name).read_text()
-        explained += " ".join(re.findall(r"^#.*", text, re.MULTILINE))
-        used = set(re.findall(r"\$\{(TANDEM_\w+)", text))
-        assert {variable for variable in used if variable not in explained} == set(), name
+    texts = [(ROOT / name).read_text() for name in ("compose.yaml", "compose.gpu.yaml")]
+    explained = "\n".join(line for text in texts for line in text.splitlines() if line.startswith("#"))
+    texts += [(ROOT / file).read_text() for file in re.findall(r"path: (deploy/\S+\.env)", "\n".join(texts))]
+    used = set(re.findall(r"\$\{(\w+)", "\n".join(texts)))
+    assert len(texts) == 6
+    assert {variable for variable in used if variable not in explained} == set()
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -201,6 +258,41 @@ def test_images_get_what_pyproject_lists_and_the_proxy_no_torch() -> None:
     assert node | {"flashinfer-python"} <= gpu
 
 
+def test_torch_of_a_gpu_image_does_not_come_from_wheels_for_cpus(tmp_path: Path) -> None:
+    assert torch_source(tmp_path, "", ["engine"]) == "\n"
+    assert torch_source(tmp_path, "https://example.org/cpu", ["engine"]) == "--index-url https://example.org/cpu\n"
+    (tmp_path / "README.md").touch()
+    (tmp_path / "torch-2.13.0+cpu-cp311.whl").touch()
+    for index in ("", "https://example.org/cpu"):
+        assert torch_source(tmp_path, index, ["engine"]) == f"--no-index --find-links {tmp_path}\n"
+    assert "cuda" in arguments_of("compose.gpu.yaml")["EXTRAS"].split()
+    assert torch_source(tmp_path, "", ["engine", "cuda"]) == "\n"
+
+
+def torch_source(wheels: Path, index: str, extras: list[str]) -> str:
+    command = [sys.executable, "deploy/torch_source.py", str(wheels), index, *extras]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_without_a_compiler_all_but_the_compiled_kernels_is_installed(tmp_path: Path) -> None:
+    """As for the proxy's image."""
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path),
+        "--build-temp",
+        str(tmp_path),
+    ]
+    missing = {**os.environ, "CC": "no-compiler", "CXX": "no-compiler"}
+    result = subprocess.run(command, cwd=ROOT, env=missing, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "installing without them, plain torch serves instead" in result.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
 def test_an_extra_that_pyproject_lacks_ends_the_build() -> None:
     result = requirements("engines")
     assert result.returncode == 1
@@ -214,7 +306,7 @@ def test_the_build_sees_the_packages_and_nothing_else() -> None:
     let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
     read_by_dockerfile = set(re.findall(r"deploy/\w+(?:\.py)?", re.sub(r"^#.*", "", DOCKERFILE, flags=re.MULTILINE)))
     assert "*" in lines
-    assert let_in == packages | {"pyproject.toml", pyproject["project"]["readme"]} | read_by_dockerfile
+    assert let_in == packages | {"pyproject.toml", "setup.py", pyproject["project"]["readme"]} | read_by_dockerfile
     assert all((ROOT / path).exists() for path in let_in)
 
 
