@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-long test-compose lint docs format bench bench-engine bench-sampling clean
+.PHONY: help serve install install-dev test test-long test-compose test-sanitized lint docs format bench bench-engine bench-sampling clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,6 +28,9 @@ test-long: install-dev  ## the long grids and soaks, some twenty minutes
 
 test-compose: install-dev  ## compose.yaml for real: images, scaling, killed nodes; some minutes
 	PYTHON=$(BIN)/python deploy/test-compose.sh $(ARGS)
+
+test-sanitized: install-dev  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, some minutes
+	PYTHON=$(BIN)/python tests/kernels/sanitized.sh $(ARGS)
 
 lint: install-dev  ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

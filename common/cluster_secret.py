@@ -6,9 +6,11 @@ One text, the same for every process of a cluster, becomes a key pair for each p
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import logging
+import os
 import secrets
 import stat
 from dataclasses import dataclass, field
@@ -76,18 +78,29 @@ class ClusterSecret:
 
 
 def new_secret_text() -> str:
-    return secrets.token_urlsafe(_NUM_RANDOM_BYTES)
+    """Does not begin with a dash: many a command would take it for a flag."""
+    text = secrets.token_urlsafe(_NUM_RANDOM_BYTES)
+    return new_secret_text() if text.startswith("-") else text
 
 
 def load_cluster_secret(path: Path) -> ClusterSecret:
     """Raises ConfigError when it cannot be read or used; warns when every user of the machine can read it."""
-    origin = f"--cluster-secret-file {path}"
+    origin = f"--cluster-secret-file {path}" if _may_be_shown(path) else "the file named by --cluster-secret-file"
     try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would keep us waiting for its writer
+            raise OSError(errno.EINVAL, "Not a regular file")
         with path.open("rb") as file:
             content = file.read(4 * MAX_SECRET_CHARACTERS)
-            mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise ConfigError(f"{origin} cannot be read: {error.strerror}; `tandem keygen FILE` makes one") from None
     if mode & stat.S_IRWXO:
-        log.warning("%s is open to every user of this machine (mode %04o); `chmod 600` it", origin, mode)
+        log.warning("%s is open to every user of this machine (mode %04o); `chmod 600` it", origin, stat.S_IMODE(mode))
     return ClusterSecret(content.decode("ascii", "replace"), origin)
+
+
+def _may_be_shown(path: Path) -> bool:
+    """Not what may be the secret itself, given in place of its file."""
+    if len(str(path)) < MIN_SECRET_CHARACTERS or os.path.lexists(path):
+        return True
+    return len(path.name) < MIN_SECRET_CHARACTERS and path.parent.is_dir()

@@ -10,12 +10,13 @@ import argparse
 import inspect
 import os
 import sys
+import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -60,11 +61,45 @@ class Flags(BaseSettings):
     )
     log_format: LogFormat = Field("text", description="form of the log lines; json: an object a line")
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_kind(cls, value: object, info: ValidationInfo) -> object:
+        assert info.field_name is not None
+        check_kind(value, kinds_of(cls.model_fields[info.field_name].annotation))
+        return value
+
     @field_validator("log_level")
     @classmethod
     def _check_log_level(cls, value: str) -> str:
         parse_levels(value)
         return value
+
+
+def check_kind(value: object, kinds: set[object]) -> None:
+    """Raises ValueError for what pydantic would bend until it fits: True is no 1, 16.0 no 16, "" no path (it would be
+    the current folder) and no name."""
+    is_number = bool(kinds & {int, float, ByteSize})
+    if isinstance(value, bool) and is_number and bool not in kinds:
+        raise ValueError("must be a number")
+    if isinstance(value, float) and int in kinds:
+        raise ValueError("must be an integer")
+    if isinstance(value, str) and kinds & {str, Path}:
+        if not value:
+            raise ValueError("must not be empty; leave it out for the default")
+        if "\0" in value:
+            raise ValueError("must not contain a zero byte")
+
+
+def kinds_of(annotation: Any) -> set[object]:
+    """The types that a value of this annotation may have, without what is only said of them."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kinds_of(arguments[0])
+    if origin is Literal:
+        return set(map(type, arguments))
+    if origin in (Union, types.UnionType):
+        return set().union(*map(kinds_of, arguments))
+    return {annotation}
 
 
 _C = TypeVar("_C", bound=Flags)

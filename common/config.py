@@ -6,22 +6,26 @@ common/command_line.py to know; each process's own config.py adds its flags to t
 
 from __future__ import annotations
 
-import os
+import math
 import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, field_validator
 from pydantic_settings import NoDecode
 
 from common.command_line import ENV_PREFIX, Flags, build_parser, flag_name, parse, to_flags
-from common.kv_layout import KVDType
+from common.cpu_limits import usable_cores
+from common.endpoints import check_bound_host, check_dialled, split_endpoints
+from common.kv_layout import KVDType, Quantization
 
 __all__ = [
     "DEFAULT_CONTROL_ENDPOINT",
     "DEFAULT_MODEL",
     "ENV_PREFIX",
+    "MAX_THREADS",
     "ClusterFlags",
+    "Count",
     "EngineFlags",
     "Flags",
     "ModelFlags",
@@ -29,14 +33,13 @@ __all__ = [
     "Port",
     "PreemptionMode",
     "SchedulingPolicy",
+    "Seconds",
     "Share",
     "Size",
     "build_parser",
-    "check_endpoints",
     "default_num_threads",
     "flag_name",
     "parse",
-    "split_endpoints",
     "to_flags",
 ]
 
@@ -44,28 +47,48 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_CONTROL_ENDPOINT = "tcp://127.0.0.1:8100"
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(le=10_000_000)]
+Seconds = Annotated[float, Field(le=1e7)]
+Lease = Annotated[float, Field(gt=0, le=3600)]  # as the fetch protocol has it
 Share = Annotated[float, Field(gt=0, le=1)]
 PreemptionMode = Literal["recompute", "swap", "auto"]
+DType = Literal[KVDType, "auto"]
+QuantizationFlag = Literal[Quantization, "auto"]
+CPUKernels = Literal["auto", "reference", "avx512_bf16", "avx512", "avx2", "neon", "scalar"]
 SchedulingPolicy = Literal["priority", "fcfs"]
 Endpoints = Annotated[tuple[str, ...], NoDecode]  # NoDecode: "a,b" is split by us, not read as JSON
 
-_ENDPOINT_SCHEMES = ("tcp://", "ipc://", "inproc://")
+MAX_THREADS = 1024
+_MAX_BYTES = 2**50
 
 
 def default_num_threads() -> int:
     """Half of the cores this process may use: on one machine a prefill and a decode node share them."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+    return max(1, usable_cores() // 2)
 
 
 def int_if_digits(value: object) -> object:
-    """Flags and environment variables are text; a Literal of numbers wants numbers."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+    """Flags and environment variables are text; a Literal of numbers wants numbers, and trips over those of more than
+    64 bits."""
+    if isinstance(value, str):
+        return int(value) if value.isdecimal() and len(value) < 10 else value
+    return str(value) if isinstance(value, int) and abs(value) >= 2**63 else value
 
 
 def check_size(value: object) -> object:
-    """Raises ValueError for text that is no size: pydantic would take 1.5.2 for one byte."""
-    if isinstance(value, str) and not _SIZE.fullmatch(value.strip()):
+    """Raises ValueError for what is no size: pydantic would take 1.5.2 for one byte."""
+    if isinstance(value, str):
+        is_size = _SIZE.fullmatch(value.strip()) is not None
+    else:
+        is_size = not isinstance(value, int | float) or 0 <= value < math.inf
+    if not is_size:
         raise ValueError("must be a size such as 512MiB or 4GiB")
+    return value
+
+
+def check_max_size(value: ByteSize) -> ByteSize:
+    if value > _MAX_BYTES:
+        raise ValueError(f"must be at most {_MAX_BYTES >> 40}TiB")
     return value
 
 
@@ -79,27 +102,8 @@ def gibibytes_if_plain(value: object) -> object:
 
 
 _SIZE = re.compile(r"\d{1,18}(\.\d{1,9})?\s*([A-Za-z]{1,3})?")
-Size = Annotated[ByteSize, BeforeValidator(check_size)]
-GibibytesOrSize = Annotated[ByteSize, BeforeValidator(gibibytes_if_plain), BeforeValidator(check_size)]
-
-
-def split_endpoints(value: object) -> object:
-    """'a,b' or ['a,b', 'c'] as a list of single endpoints; anything else is left for validation to refuse."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        return value
-    return [part.strip() for item in value for part in str(item).split(",") if part.strip()]
-
-
-def check_endpoints(endpoints: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError unless there is at least one and each is a ZMQ endpoint."""
-    if not endpoints:
-        raise ValueError("must name at least one endpoint")
-    for endpoint in endpoints:
-        if not endpoint.startswith(_ENDPOINT_SCHEMES):
-            raise ValueError(f"{endpoint!r} is no endpoint, must look like tcp://HOST:PORT or ipc://PATH")
-    return endpoints
+Size = Annotated[ByteSize, BeforeValidator(check_size), AfterValidator(check_max_size)]
+GibibytesOrSize = Annotated[Size, BeforeValidator(gibibytes_if_plain), BeforeValidator(check_size)]
 
 
 class ClusterFlags(Flags):
@@ -140,11 +144,29 @@ class EngineFlags(ModelFlags):
 
     title: ClassVar[str] = "engine"
 
-    dtype: KVDType = Field("float32", description="type of weights, activations and KV cache")
-    max_model_len: int | None = Field(
+    dtype: DType = Field(
+        "float32",
+        description="type of weights and KV cache; auto: bfloat16 where the checkpoint has 16 bits and the CPU"
+        " multiplies bfloat16, else float32",
+    )
+    quantization: QuantizationFlag = Field(
+        "none",
+        description="what matrices are multiplied as; int8 (per channel) and int4 (groups of 32) quantise any"
+        " checkpoint when it is loaded; gguf keeps a GGUF file's own 4 or 8 bits; auto: gguf where there are any",
+    )
+    max_model_len: Count | None = Field(
         None, ge=1, description="longest prompt plus answer; default: the model's context"
     )
-    num_threads: int = Field(0, ge=0, description="threads for computing; 0 takes half of the cores")
+    num_threads: int = Field(0, ge=0, le=MAX_THREADS, description="threads for computing; 0 takes half of the cores")
+
+    cpu_kernels: CPUKernels = Field(
+        "auto",
+        description="which kernels compute: those of an instruction set, or plain torch (reference); auto takes the"
+        " best that this CPU runs",
+    )
+    exact_activations: bool = Field(
+        False, description="never round activations to the weights' format (int8, bfloat16): slower, a little closer"
+    )
 
     block_size: Annotated[Literal[8, 16, 32], BeforeValidator(int_if_digits)] = Field(
         16, description="tokens in a KV block; the same on every node of a cluster"
@@ -158,7 +180,7 @@ class EngineFlags(ModelFlags):
     kv_cache_memory_bytes: Size | None = Field(
         None, gt=0, description="memory for KV blocks, such as 2GiB; default: what the share above leaves"
     )
-    num_gpu_blocks_override: int | None = Field(None, ge=2, description="number of KV blocks, whatever memory allows")
+    num_gpu_blocks_override: Count | None = Field(None, ge=2, description="number of KV blocks, whatever memory allows")
     enable_prefix_caching: bool = Field(True, description="keep finished blocks and reuse them for equal prefixes")
     swap_space: GibibytesOrSize | None = Field(
         None,
@@ -170,10 +192,10 @@ class EngineFlags(ModelFlags):
         "auto", description="what happens to a preempted request's KV; auto takes what costs less, as measured"
     )
 
-    max_num_batched_tokens: int = Field(
+    max_num_batched_tokens: Count = Field(
         128, ge=1, description="token budget of a step; a larger one is faster in total and lets streams wait longer"
     )
-    max_num_seqs: int = Field(
+    max_num_seqs: Count = Field(
         64, ge=1, description="most requests that run at once; never more than the token budget holds"
     )
     enable_chunked_prefill: bool = Field(
@@ -181,10 +203,10 @@ class EngineFlags(ModelFlags):
         description="compute long prompts in chunks, beside streams; off: whole, with a token budget that by default"
         " holds the context",
     )
-    long_prefill_token_threshold: int = Field(
+    long_prefill_token_threshold: Count = Field(
         0, ge=0, description="most tokens of one prompt in a step, so that short ones pass by; 0: the budget alone"
     )
-    max_num_partial_prefills: int = Field(4, ge=1, description="most prompts that are partly computed at once")
+    max_num_partial_prefills: Count = Field(4, ge=1, description="most prompts that are partly computed at once")
     scheduling_policy: SchedulingPolicy = Field(
         "priority", description="who goes first: smaller priority, then earlier; fcfs ignores priorities"
     )
@@ -228,4 +250,11 @@ class NodeFlags(EngineFlags, ClusterFlags):
     @field_validator("proxy")
     @classmethod
     def _check_endpoints(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return check_endpoints(value)
+        if not value:
+            raise ValueError("must name at least one endpoint")
+        return tuple(map(check_dialled, value))
+
+    @field_validator("fetch_host")
+    @classmethod
+    def _check_fetch_host(cls, value: str) -> str:
+        return check_bound_host(value)

@@ -74,6 +74,8 @@ def read_config_file(path: Path) -> ConfigFile:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"the config file {path} is no text in UTF-8") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: no valid YAML for flags: it is nested far too deeply") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: no valid YAML: {error.problem}") from None

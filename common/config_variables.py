@@ -24,7 +24,16 @@ QUIET: Final = {f"{ENV_PREFIX}VARIABLES_CHECKED": "1"}
 _NO_FLAGS: Final = {CONFIG_VARIABLE, *QUIET, *(f"{ENV_PREFIX}{name}" for name in ("CACHE_DIR", "ENGINE_DIR"))}
 _OF_COMPOSE: Final = {
     f"{ENV_PREFIX}{name}"
-    for name in ("BASE_IMAGE", "DECODE_GPU", "MODELS_DIR", "NODE_MEMORY", "PREFILL_GPU", "TAG", "TORCH_INDEX")
+    for name in (
+        "BASE_IMAGE",
+        "DECODE_GPU",
+        "MODELS_DIR",
+        "NODE_MEMORY",
+        "PREFILL_GPU",
+        "STOP_GRACE_PERIOD",
+        "TAG",
+        "TORCH_INDEX",
+    )
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import traceback
 from datetime import datetime
@@ -19,7 +20,9 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MAX_VALUE_LENGTH = 500
+_MAX_KINDS = 64
 
 
 def parse_levels(text: str) -> dict[str, int]:
@@ -29,10 +32,12 @@ def parse_levels(text: str) -> dict[str, int]:
     """
     levels: dict[str, int] = {"": logging.INFO}
     for part in text.split(","):
-        package, _, level = part.strip().rpartition("=")
+        package, equals, level = (word.strip() for word in part.rpartition("="))
         if level not in _LEVELS:
             raise ValueError(f"has the level {level!r}, must be one of {', '.join(_LEVELS)}")
-        levels[package.strip()] = _LEVELS[level]
+        if equals and not _PACKAGE.fullmatch(package):
+            raise ValueError(f"has the package {package!r}, must be a name such as kvtransfer or proxy.sse")
+        levels[package] = _LEVELS[level]
     return levels
 
 
@@ -51,11 +56,52 @@ def configure_logging(
         logging.getLogger(name).setLevel(level)
 
 
+def say_why_it_ends(process: str, message: str, log_format: LogFormat) -> None:
+    """The last line of a process that cannot go on, for the person at the terminal. Among JSON lines it is one, too."""
+    if log_format == "json":
+        logging.getLogger(process).error("%s", message)
+    else:
+        print(f"tandem {process}: {message}", file=sys.stderr)
+
+
 def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: object) -> None:
     """One line for one event. Fields that are None are left out."""
     if logger.isEnabledFor(level):
         known = {name: value for name, value in fields.items() if value is not None}
         logger.log(level, "%s", _Event(event, known))
+
+
+class FailureLog:
+    """Logs a failure that repeats at most once in `interval_seconds`, with how often it came in between.
+
+    Whatever somebody outside can cause again and again goes through one, or they could fill the disk. It keeps count of
+    `_MAX_KINDS` kinds, all others are one.
+    """
+
+    def __init__(self, logger: logging.Logger, interval_seconds: float = 30.0) -> None:
+        self._logger = logger
+        self._interval_seconds = interval_seconds
+        self._next_at: dict[str, float] = {}
+        self._num_untold: dict[str, int] = {}
+
+    def note(self, now: float, text: str, *, kind: str | None = None) -> None:
+        """kind: what counts as the same failure; the text if None. A text that a peer has a say in needs one: it could
+        be another each time."""
+        num_untold = self.due(now, text if kind is None else kind)
+        if num_untold is not None:
+            again = f" ({num_untold} more times since the last such line)" if num_untold else ""
+            self._logger.warning("%s%s", text, again)
+
+    def due(self, now: float, kind: str) -> int | None:
+        """For who logs it himself: how often it came since the last time, or None when it is not to be said now."""
+        if kind not in self._next_at and len(self._next_at) >= _MAX_KINDS:
+            kind = ""
+        if now < self._next_at.get(kind, now):
+            self._num_untold[kind] += 1
+            return None
+        num_untold = self._num_untold.get(kind, 0)
+        self._next_at[kind], self._num_untold[kind] = now + self._interval_seconds, 0
+        return num_untold
 
 
 class _Event:

@@ -6,6 +6,7 @@ checked by the decoder; a bad message raises PeerError and is never half used. D
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Annotated, Literal, TypeVar
 
@@ -32,6 +33,12 @@ Tokens = Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=M
 def new_instance_id() -> str:
     """Names one run of one process; a restarted process is another instance."""
     return uuid.uuid4().hex[:16]
+
+
+def new_node_id(host: str) -> str:
+    """The same for a node, with the first part of its host's name in front, by which people find it."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", host.partition(".")[0][:40]).strip("-")
+    return f"{name}-{uuid.uuid4().hex[:8]}" if name else new_instance_id()
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

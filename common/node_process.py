@@ -17,9 +17,10 @@ from common import messages as m
 from common.config import NodeFlags, parse
 from common.config_variables import warn_of_unknown_variables
 from common.control import ControlClient
+from common.descriptors import raise_descriptor_limit
 from common.errors import TandemError, UnavailableError
 from common.kv_layout import KVLayout
-from common.logging import configure_logging
+from common.logging import configure_logging, say_why_it_ends
 from common.metrics import Metrics, NodeSample, NodeStatsCollector
 from common.node_http import Readiness
 from common.plane_security import ClusterSecurity, load_cluster_security
@@ -34,10 +35,12 @@ def run_node_process(config_class: type[_F], role: m.Role, run: Callable[[_F], C
     flags = parse(config_class, prog=f"tandem {role}")
     configure_logging(flags.log_level, role, log_format=flags.log_format)
     warn_of_unknown_variables()
+    raise_descriptor_limit()
     try:
         uvloop.run(run(flags))
     except TandemError as error:
-        sys.exit(f"tandem {role}: {error.message}")
+        say_why_it_ends(role, error.message, flags.log_format)
+        sys.exit(1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
 

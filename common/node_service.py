@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from common import messages as m
 from common.control import ControlClient, ControlHandler
+from common.descriptors import DescriptorWatch
 from common.node_http import NodeHttpServer
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ async def serve_until_stopped(
     await http.start()
     log.info("node HTTP at %s", http.url)
     control_task = asyncio.create_task(control.run())
+    watch_task = asyncio.create_task(DescriptorWatch().run())
     stopped = asyncio.create_task(stop.wait())
     ends: list[asyncio.Future[Any]] = [control_task, stopped, failure]
     try:
@@ -68,9 +70,9 @@ async def serve_until_stopped(
         if failure.done():
             failure.result()
     finally:
-        stopped.cancel()
-        control_task.cancel()
-        await asyncio.gather(control_task, stopped, return_exceptions=True)
+        for task in (stopped, control_task, watch_task):
+            task.cancel()
+        await asyncio.gather(stopped, control_task, watch_task, return_exceptions=True)
         await http.stop()
 
 

@@ -28,6 +28,9 @@ HANDSHAKE_FAILURES = (
 CURVE_OVERHEAD_BYTES = 33
 """What CURVE adds to each part of a message; it counts against ZMQ's MAXMSGSIZE."""
 
+HANDSHAKE_SECONDS = 5.0
+"""How long who dials may take to say who he is; until then his connection costs a file descriptor."""
+
 _BOTH_NEED_IT = "both must be started with the same --cluster-secret-file"
 
 
@@ -62,6 +65,7 @@ class PlaneSecurity:
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
         """For the binds that follow; what is bound already stays as it is."""
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
         if self.keys is not None:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.server.secret)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -94,7 +98,8 @@ class PlaneSecurity:
 
     def serving_failure(self, event: int, value: int, endpoint: str) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            return f"a peer at {endpoint} left during the handshake; if it is one of this cluster, {_BOTH_NEED_IT}"
+            left = f"a peer at {endpoint} left or fell silent during the handshake"
+            return f"{left}; if it is one of this cluster, {_BOTH_NEED_IT}"
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             has = "without a cluster secret" if self.keys else "with a cluster secret, which this process lacks,"
             return f"a peer {has} was refused at {endpoint}: {_BOTH_NEED_IT}"
@@ -114,24 +119,6 @@ class _AllowList:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return hmac.compare_digest(key, self._public_key)
-
-
-class FailureLog:
-    """Logs a failure that repeats at most once in `interval_seconds`, with how often it came in between."""
-
-    def __init__(self, logger: logging.Logger, interval_seconds: float = 30.0) -> None:
-        self._logger = logger
-        self._interval_seconds = interval_seconds
-        self._next_at: dict[str, float] = {}
-        self._num_untold: dict[str, int] = {}
-
-    def note(self, now: float, text: str) -> None:
-        if now < self._next_at.get(text, now):
-            self._num_untold[text] += 1
-            return
-        again = f" ({n} more times since the last such line)" if (n := self._num_untold.get(text)) else ""
-        self._logger.warning("%s%s", text, again)
-        self._next_at[text], self._num_untold[text] = now + self._interval_seconds, 0
 
 
 @dataclass(frozen=True)

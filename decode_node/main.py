@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 
 from common import messages as m
 from common.checkpoints.resolve import resolve_model
@@ -13,6 +14,7 @@ from common.engine.build import EngineParts, build_engine
 from common.engine.events import Event
 from common.engine.step_observers import observed_steps
 from common.grammar.compiler import GrammarCompiler
+from common.logging import log_event
 from common.node_http import NodeHttpServer
 from common.node_process import (
     load_node_security,
@@ -41,7 +43,7 @@ def main() -> None:
 
 async def run(flags: DecodeConfig) -> None:
     """Until a signal stops it. Raises TandemError when it cannot start."""
-    instance_id = m.new_instance_id()
+    instance_id = m.new_node_id(socket.gethostname())
     failure, report_failure = make_failure(asyncio.get_running_loop())
     security = load_node_security(flags)
     model_dir = resolve_model(flags.model)
@@ -104,6 +106,7 @@ async def run(flags: DecodeConfig) -> None:
             grammars.close()
             await asyncio.to_thread(client.close)
             await asyncio.to_thread(engine.stop)
+    log_event(log, "stopped")
 
 
 def _limits(flags: DecodeConfig, parts: EngineParts) -> DecodeLimits:

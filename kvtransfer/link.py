@@ -197,10 +197,10 @@ class Link:
             endpoint = self._untried.pop(0)
             try:
                 transport = self._transports.for_endpoint(endpoint)
-            except ConfigError as error:
-                self._failure = Disconnect(FailCode.UNREACHABLE, error.message)
+                self._connection = transport.connect(endpoint, self._max_message_bytes, self._connect_seconds)
+            except (ConfigError, zmq.ZMQError) as error:  # the latter when no file descriptor is left
+                self._failure = Disconnect(FailCode.UNREACHABLE, str(error))
                 continue
-            self._connection = transport.connect(endpoint, self._max_message_bytes, self._connect_seconds)
             for waitable in self._connection.waitables():
                 self._poller.register(waitable, zmq.POLLIN)
             return True

@@ -15,6 +15,7 @@ import zmq
 
 from common.clock import Clock, SystemClock
 from common.errors import PeerError
+from common.logging import FailureLog
 from kvtransfer.endpoints import advertised
 from kvtransfer.frames import MAX_HEADER_BYTES, Buffer, decode_from_client, encode, num_bytes
 from kvtransfer.layout_plan import LayoutPlan
@@ -69,6 +70,7 @@ class FetchServer:
         self._advertise_host = advertise_host
         self._transports = transports or TransportSet()
         self._clock = clock or SystemClock()
+        self._failures = FailureLog(logger)
         self._mailbox: Mailbox[_Act] = Mailbox()
         self._ports: list[ServerPort] = []
         self._poller = zmq.Poller()
@@ -178,11 +180,9 @@ class FetchServer:
         try:
             message = decode_from_client(parts)
         except PeerError as error:
-            num_before = self.stats.dropped_frames["invalid"]
-            effects = self._session.receive_invalid(now, peer)
-            if self.stats.dropped_frames["invalid"] > num_before:  # a peer no longer heard cannot fill the log
-                logger.warning("a fetch client sent a bad message: %s", error.message[:256])
-            return effects
+            text = f"a fetch client sent a bad message: {error.message[:256]}"
+            self._failures.note(now, text, kind="bad message")
+            return self._session.receive_invalid(now, peer)
         return self._session.receive(now, peer, message)
 
     def _perform(self, effects: list[ServerEffect]) -> None:

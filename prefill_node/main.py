@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 
 from common import messages as m
 from common.checkpoints.resolve import resolve_model
-from common.config import check_endpoints
 from common.control import ControlClient
 from common.engine.async_engine import AsyncEngine
 from common.engine.build import build_engine
 from common.engine.events import Event
 from common.engine.step_observers import observed_steps
+from common.logging import log_event
 from common.node_http import NodeHttpServer
 from common.node_process import (
     load_node_security,
@@ -41,7 +42,7 @@ def main() -> None:
 
 async def run(flags: PrefillConfig) -> None:
     """Until a signal stops it. Raises TandemError when it cannot start."""
-    instance_id = m.new_instance_id()
+    instance_id = m.new_node_id(socket.gethostname())
     failure, report_failure = make_failure(asyncio.get_running_loop())
     security = load_node_security(flags)
     fetch_endpoint = tcp_endpoint(flags.fetch_host, flags.fetch_port)
@@ -68,7 +69,7 @@ async def run(flags: PrefillConfig) -> None:
     with observed_steps(parts.engine, flags, metrics, instance_id, "prefill"):
         endpoints = server.start()
         if flags.fetch_advertise is not None:
-            endpoints = list(check_endpoints((flags.fetch_advertise,)))
+            endpoints = [flags.fetch_advertise]
         engine.start()
         try:
             log.info("prefill node %s serves fetches at %s", instance_id, ", ".join(endpoints))
@@ -93,3 +94,4 @@ async def run(flags: PrefillConfig) -> None:
         finally:
             await asyncio.to_thread(server.close)
             await asyncio.to_thread(engine.stop)
+    log_event(log, "stopped")

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +20,9 @@ from common.checkpoints.resolve import resolve_model
 from common.checkpoints.sampling_defaults import SamplingDefaults
 from common.config import parse
 from common.config_variables import warn_of_unknown_variables
+from common.descriptors import DescriptorWatch, raise_descriptor_limit
 from common.errors import TandemError, UnavailableError
-from common.logging import configure_logging, log_event
+from common.logging import configure_logging, log_event, say_why_it_ends
 from common.model_config import load_model_config
 from common.node_http import listen_error
 from common.plane_security import PlaneSecurity, load_cluster_security
@@ -45,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse(ProxyConfig, argv, prog="tandem proxy")
     configure_logging(config.log_level, "proxy", log_format=config.log_format)
     warn_of_unknown_variables()
+    raise_descriptor_limit()
     try:
         security = load_cluster_security(config).control
         security.check(config.control_endpoint)
         uvloop.run(serve(config, security))
     except TandemError as error:
-        print(f"tandem proxy: {error.message}", file=sys.stderr)
+        say_why_it_ends("proxy", error.message, config.log_format)
         return 1
     return 0
 
@@ -62,6 +63,7 @@ async def serve(config: ProxyConfig, security: PlaneSecurity) -> None:
         asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
     model, pool = _load_model(config)
     app = await build_app(model, pool, _settings(config, security))
+    watch_task = asyncio.create_task(DescriptorWatch().run())
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     try:
@@ -69,6 +71,7 @@ async def serve(config: ProxyConfig, security: PlaneSecurity) -> None:
         await _wait_for_signal(app, stop)
         await _drain(runner, app, stop, config.shutdown_grace_seconds)
     finally:
+        watch_task.cancel()
         await runner.cleanup()
     log_event(log, "stopped")
 

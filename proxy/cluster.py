@@ -18,7 +18,7 @@ from typing import Protocol
 from common import messages as m
 from common.clock import Clock, SystemClock
 from common.errors import PeerError, TandemError
-from common.logging import log_event
+from common.logging import FailureLog, log_event
 from common.metrics import BAD_MESSAGES, NODES, Metrics, NodeSample
 from common.plane_security import LOCAL_CONTROL, PlaneSecurity
 from proxy.admission import Admission
@@ -92,6 +92,7 @@ class Cluster:
         self._lease_seconds = lease_seconds
         self._welcome = m.Welcome(heartbeat_seconds=heartbeat_seconds, lease_seconds=lease_seconds)
         self._clock = clock or SystemClock()
+        self._failures = FailureLog(log)
         self._requests: dict[str, PlacedRequest] = {}
         self._links: dict[bytes, Link] = {}
         self._link_of: dict[str, Link] = {}  # joined nodes, by instance id
@@ -197,7 +198,7 @@ class Cluster:
         if link is None or link.is_blocked:
             return
         link.num_bad_messages += 1
-        log_event(log, "control_message_dropped", level=logging.WARNING, node=link.instance_id or None, reason=error)
+        self._warn("control_message_dropped", "bad message", node=link.instance_id or None, reason=error)
         if link.is_blocked and link.instance_id:
             self.lose(link.instance_id, "it sent too many messages that are not valid")
 
@@ -214,7 +215,10 @@ class Cluster:
             if (request := self._current(node_id, message.request_id, message.leg)) is not None:
                 request.rejected(message)
         elif isinstance(message, m.Goodbye):
-            self.lose(node_id, f"it left: {message.reason or 'no reason given'}")
+            level = (
+                logging.INFO if message.reason == "stopped" else logging.WARNING
+            )  # the first is what somebody wanted
+            self.lose(node_id, f"it left: {message.reason or 'no reason given'}", level)
 
     def _hello(self, link: Link, envelope: m.Envelope, hello: m.Hello) -> None:
         node_id = envelope.sender
@@ -236,9 +240,14 @@ class Cluster:
 
     def _refuse(self, link: Link, node_id: str, reason: str) -> None:
         if reason != link.refusal:  # it asks again and again
-            log_event(log, "node_refused", level=logging.WARNING, node=node_id, reason=reason)
+            self._warn("node_refused", f"refused: {reason}", node=node_id, reason=reason)
         link.refusal = reason
         self._socket.send(link, node_id, m.Refused(reason=reason))
+
+    def _warn(self, event: str, kind: str, **fields: object) -> None:
+        """Of what a peer can cause over many connections, too, each kind is said now and then."""
+        if (num_untold := self._failures.due(self._clock.now(), kind)) is not None:
+            log_event(log, event, level=logging.WARNING, **fields, untold=num_untold or None)
 
     def _join(self, link: Link, node_id: str) -> None:
         if link.instance_id and link.instance_id != node_id:
@@ -317,13 +326,13 @@ class Cluster:
         log_event(log, "node_asked_for_hello", node=receiver, reason=reason)
         self._socket.send(link, receiver, m.Rehello(reason=reason))
 
-    def lose(self, node_id: str, reason: str) -> None:
+    def lose(self, node_id: str, reason: str, level: int = logging.WARNING) -> None:
         """The node is gone; its requests move."""
         if self.pool.remove(node_id) is None:
             return
         if (link := self._link_of.pop(node_id, None)) is not None:
             link.instance_id = ""
-        log_event(log, "node_lost", level=logging.WARNING, node=node_id, reason=reason)
+        log_event(log, "node_lost", level=level, node=node_id, reason=reason)
         for request in self._placed_on(node_id):
             request.node_lost(reason)
         self._nodes_changed()

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, SecretStr, field_validator
 
-from common.config import DEFAULT_CONTROL_ENDPOINT, ClusterFlags, ModelFlags, Port
-from common.config import check_endpoints as check_is_endpoint
+from common.config import DEFAULT_CONTROL_ENDPOINT, ClusterFlags, Count, ModelFlags, Port, Seconds, Size
+from common.endpoints import check_bound
 from proxy.admission import AdmissionLimits
 from proxy.dispatcher import DispatchLimits
 
@@ -28,22 +28,22 @@ class ProxyConfig(ModelFlags, ClusterFlags):
         "generation_config.json; vllm, the API's neutral values",
     )
 
-    max_queue: int = Field(1024, ge=0, description="most requests that wait for a node with room; more get a 429")
-    queue_seconds: float = Field(60.0, gt=0, description="longest wait for a node with room; then a 429")
-    node_wait_seconds: float = Field(10.0, gt=0, description="longest wait while there is no decode node; then a 503")
-    request_seconds: float = Field(3600.0, gt=0, le=1e7, description="deadline for a whole request")
-    max_lost_legs: int = Field(3, ge=1, description="nodes that may fail under a request before it fails")
-    min_split_tokens: int = Field(
+    max_queue: Count = Field(1024, ge=0, description="most requests that wait for a node with room; more get a 429")
+    queue_seconds: Seconds = Field(60.0, gt=0, description="longest wait for a node with room; then a 429")
+    node_wait_seconds: Seconds = Field(10.0, gt=0, description="longest wait while there is no decode node; then a 503")
+    request_seconds: Seconds = Field(3600.0, gt=0, description="deadline for a whole request")
+    max_lost_legs: Count = Field(3, ge=1, description="nodes that may fail under a request before it fails")
+    min_split_tokens: Count = Field(
         16, ge=0, description="prompts shorter than this are computed by their decode node, without a prefill node"
     )
-    stall_seconds: float = Field(120.0, gt=0, description="a client that leaves its stream unread this long is gone")
-    max_body_bytes: ByteSize = Field(ByteSize(16 << 20), gt=0, description="largest request body, such as 16MiB")
-    shutdown_grace_seconds: float = Field(10.0, ge=0, description="time for running requests after SIGTERM")
+    stall_seconds: Seconds = Field(120.0, gt=0, description="a client that leaves its stream unread this long is gone")
+    max_body_bytes: Size = Field(ByteSize(16 << 20), gt=0, description="largest request body, such as 16MiB")
+    shutdown_grace_seconds: Seconds = Field(10.0, ge=0, description="time for running requests after SIGTERM")
 
     @field_validator("control_endpoint")
     @classmethod
     def _check_endpoint(cls, value: str) -> str:
-        return check_is_endpoint((value,))[0]
+        return check_bound(value)
 
     @property
     def admission_limits(self) -> AdmissionLimits:

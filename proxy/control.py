@@ -20,12 +20,11 @@ from zmq.utils.monitor import recv_monitor_message
 from common import messages as m
 from common.clock import SystemClock
 from common.errors import ConfigError, PeerError
-from common.logging import log_event
+from common.logging import FailureLog, log_event
 from common.plane_security import (
     CURVE_OVERHEAD_BYTES,
     HANDSHAKE_FAILURES,
     LOCAL_CONTROL,
-    FailureLog,
     PlaneSecurity,
 )
 
@@ -101,6 +100,7 @@ class ControlSocket:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:

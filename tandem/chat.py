@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import re
 import sys
 import time
@@ -34,7 +35,11 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 when the person or the input ended it, 1 when a server did."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    for flag, text in (("--system", arguments.system), ("--model", arguments.model)):
+        if text is not None and not _is_unicode(text):
+            parser.error(f"{flag} is no UTF-8 text")
     try:
         endpoint = Endpoint(arguments.url, arguments.api_key)
         model = asyncio.run(_model_of(endpoint, arguments.model))
@@ -115,6 +120,8 @@ class Screen:
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):  # wrong bytes come through, so that their line can be refused
+            sys.stdin.reconfigure(errors="surrogateescape")
         if self.is_interactive:
             import readline  # noqa: F401  # gives input() line editing and this conversation's history
 
@@ -154,13 +161,20 @@ class Chat:
                 text = line.strip()
                 if text == "/exit":
                     break
-                is_good = self._command(text) if text.startswith("/") else self._ask(text)
+                is_good = self._obey(text)
                 if not is_good and not self._screen.is_interactive:
                     return 1
         except KeyboardInterrupt:  # at the prompt: enough
             self._screen.write("\n")
             return 0 if self._screen.is_interactive else 130
         return 0
+
+    def _obey(self, text: str) -> bool:
+        """False for a line that came to nothing."""
+        if not _is_unicode(text):
+            self._screen.error("a line is no UTF-8 text, so it is not sent")
+            return False
+        return self._command(text) if text.startswith("/") else self._ask(text)
 
     def _command(self, text: str) -> bool:
         """False for one that does not exist."""
@@ -219,6 +233,15 @@ class Chat:
                 self._screen.write(answer.add(event))
         if answer.finish_reason is None:
             raise PeerError("the server ended the answer before it was complete")
+
+
+def _is_unicode(text: str) -> bool:
+    """False when bytes of it were none of its encoding, which Python keeps as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _dimmed(text: str, stream: TextIO) -> str:

@@ -5,6 +5,9 @@ Nothing is imported before it is known what for: `tandem --help` must not wait f
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import runpy
 import sys
@@ -31,6 +34,7 @@ _COMMANDS = {
 }
 _PROCESSES = {"proxy": "proxy", "prefill": "prefill_node", "decode": "decode_node"}
 _MODULES = {"config": "show_config", "env": "environment"}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,22 +44,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete(_COMMANDS, parser_of)
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    if command in ("-h", "--help", "help"):
-        print(_usage(), end="")
-        return 0
-    if command in ("-V", "--version"):
-        print(f"tandem {metadata.version('tandem-serve')}")
-        return 0
-    if command not in _COMMANDS:
-        print(f"tandem: unknown command {command!r}, must be one of {', '.join(_COMMANDS)}", file=sys.stderr)
-        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding cannot say is escaped, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
+    status = 0
     try:
-        return _run(command, rest)
+        try:
+            status = _run(command, rest)
+        finally:
+            _flush_output()
     except BrokenPipeError:  # `tandem config | head`: whoever read it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _discard_output()
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:  # a file's, not the output's
+            raise
+        _discard_output()
+        with contextlib.suppress(OSError):
+            print(f"tandem {command}: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return status or 1
     except KeyboardInterrupt:
         return 130
+    return status
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -72,6 +80,15 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 
 def _run(command: str, arguments: list[str]) -> int:
+    if command in ("-h", "--help", "help"):
+        print(_usage(), end="")
+        return 0
+    if command in ("-V", "--version"):
+        print(f"tandem {metadata.version('tandem-serve')}")
+        return 0
+    if command not in _COMMANDS:
+        print(f"tandem: unknown command {command!r}, must be one of {', '.join(_COMMANDS)}", file=sys.stderr)
+        return 2
     if command in _PROCESSES:
         sys.argv = [f"tandem {command}", *arguments]
         runpy.run_module(_PROCESSES[command], run_name="__main__")
@@ -81,6 +98,17 @@ def _run(command: str, arguments: list[str]) -> int:
 
 def _module_of(command: str) -> Any:
     return import_module(f"tandem.{_MODULES.get(command, command)}")
+
+
+def _flush_output() -> None:
+    """Now, while a failure can still be told in one line."""
+    if sys.stdout is not None:  # `>&-` leaves none
+        sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    """Also what is still buffered: the interpreter's end would stumble over it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage() -> str:

@@ -6,10 +6,11 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
-from common.config import ClusterFlags, EngineFlags, Port
+from common.config import MAX_THREADS, ClusterFlags, EngineFlags, Port, Seconds
+from common.endpoints import check_bound, check_dialled
 
 
 def split_arguments(value: object) -> object:
@@ -27,12 +28,17 @@ class ServeConfig(EngineFlags, ClusterFlags):
     host: str = Field("127.0.0.1", description="address of the OpenAI API")
     port: Port = Field(8000, description="port of the OpenAI API; 0 takes any free one")
     control_endpoint: str | None = Field(
-        None, pattern=r"^(tcp|ipc)://", description="where nodes reach the proxy; default: port 8100 or any free one"
+        None, description="where nodes reach the proxy; default: port 8100 or any free one"
     )
-    num_threads: int = Field(0, ge=0, description="threads of each node; 0 shares the cores out evenly")
-    startup_seconds: float = Field(600.0, gt=0, description="how long the service may take to become ready")
-    drain_seconds: float = Field(5.0, ge=0, description="how long running requests may take to end after Ctrl-C")
+    num_threads: int = Field(0, ge=0, le=MAX_THREADS, description="threads of each node; 0 shares the cores out evenly")
+    startup_seconds: Seconds = Field(600.0, gt=0, description="how long the service may take to become ready")
+    drain_seconds: Seconds = Field(5.0, ge=0, description="how long running requests may take to end after Ctrl-C")
     log_dir: Path | None = Field(None, description="folder for one log file a process; default: in the cache")
     proxy_args: Arguments = Field([], description="more flags for the proxy, in one quoted string")
     prefill_args: Arguments = Field([], description="more flags for every prefill node, in one quoted string")
     decode_args: Arguments = Field([], description="more flags for every decode node, in one quoted string")
+
+    @field_validator("control_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        return None if value is None else check_bound(check_dialled(value))

@@ -114,17 +114,23 @@ class Endpoint:
 
 def base_url(url: str) -> str:
     """'host:8000', 'http://host:8000/v1/' -> 'http://host:8000'. Raises ConfigError."""
-    url = url.strip().rstrip("/").removesuffix("/v1")
-    if "://" not in url:
-        url = f"http://{url}"
-    parts = urlsplit(url)
+    given = url.strip()
+    url = given if "://" in given else f"http://{given}"
+    url = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
+        parts = urlsplit(url)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+        is_good = is_good and not parts.query and not parts.fragment and not _lacks_slashes(given, parts.port)
+    except ValueError:  # a port or an address that is none
         is_good = False
     if not is_good:
-        raise ConfigError(f"--url is {url!r}, must look like {DEFAULT_URL}")
+        raise ConfigError(f"--url is {given!r}, must look like {DEFAULT_URL}")
     return url
+
+
+def _lacks_slashes(url: str, port: int | None) -> bool:
+    """Of 'http:/host', which would be a host called http; 'http:80' is one."""
+    return "://" not in url and url.startswith(("http:", "https:")) and port is None
 
 
 def _is_this_machine(url: str) -> bool:

@@ -18,9 +18,11 @@ from common.argument_parser import Parser
 from common.checkpoints.cache import default_cache_dir
 from common.checkpoints.packaged import PACKAGED_MODELS
 from common.config import default_num_threads
+from common.cpu_limits import usable_cores
 from common.errors import ConfigError
 from common.runner.process_memory import Bound, ProcessMemory
-from kernels.dispatch import picked
+from kernels.cpu.native import instruction_sets
+from kernels.dispatch import REFERENCE, cpu_choice, picked
 
 _PACKAGES = (
     "tandem-serve",
@@ -60,7 +62,7 @@ def found() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "cpu", _cpu_field("model name") or platform.processor() or "unknown"
     yield "cpu features", " ".join(cpu_features()) or "unknown"
-    yield "cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
+    yield "cores", f"{usable_cores()} usable of {os.cpu_count()}"
     yield "memory limit", _bound(ProcessMemory().limit)
     yield "memory free", _bound(ProcessMemory().free)
     yield "devices", _devices(torch)
@@ -68,7 +70,7 @@ def found() -> Iterator[tuple[str, str]]:
     yield "threads", _threads(torch)
     for package in _PACKAGES:
         yield package, _version(package)
-    yield "cache", str(default_cache_dir())
+    yield "cache", _cache()
     yield "model aliases", ", ".join(PACKAGED_MODELS)
     yield "variables set", ", ".join(sorted(name for name in os.environ if name.startswith(_VARIABLES))) or "none"
 
@@ -94,6 +96,13 @@ def _bound(read: Callable[[], Bound]) -> str:
     except ConfigError as error:
         return f"unknown: {error.message}"
     return f"{bound.num_bytes / 2**30:.1f} GiB ({bound.source})"
+
+
+def _cache() -> str:
+    try:
+        return str(default_cache_dir())
+    except ConfigError as error:
+        return f"unknown: {error.message}"
 
 
 def _torch() -> ModuleType | None:
@@ -123,8 +132,11 @@ def _kernels(torch: ModuleType | None) -> str:
     ops = defaultdict(list)
     for op, place in picked("cpu").items():
         ops[place.rpartition(".")[0]].append(op)
-    chosen = "; ".join(f"{module}: {', '.join(names)}" for module, names in ops.items())
-    return f"cpu ({why}) - {chosen}"
+    served = "; ".join(f"{module}: {', '.join(names)}" for module, names in ops.items())
+    choice = cpu_choice()
+    others = [name for name in (*instruction_sets(), REFERENCE) if name != choice.name]
+    there_are = f"; --cpu-kernels also takes {', '.join(others)}" if others else ""
+    return f"cpu ({why}) - {choice.name}, {choice.why}{there_are} - {served}"
 
 
 def _threads(torch: ModuleType | None) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.argument_parser import Parser
 from common.cluster_secret import new_secret_text
 from common.errors import ConfigError, TandemError
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tandem keygen",
         description="Makes a cluster secret: 32 random bytes as text. All processes of a cluster are started with the"
         " same one (--cluster-secret-file FILE); the connections between them are then encrypted, and nobody else is"

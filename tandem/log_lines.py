@@ -42,7 +42,7 @@ def read_log_line(line: str) -> LogLine:
     if line.startswith("{"):
         try:
             fields = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return LogLine(None, line)
         if isinstance(level := fields.get("level"), str):
             return LogLine(level, _as_text(fields))

@@ -20,6 +20,7 @@ from common.checkpoints.packaged import PACKAGED_MODELS
 from common.checkpoints.resolve import resolve_model
 from common.errors import CheckpointError, ConfigError, TandemError
 from common.logging import configure_logging
+from tandem.termination import termination_as_interrupt
 
 _CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{12}-v\d+")
 _PARTIAL = re.compile(r"\.(?P<target>.+)\.partial")
@@ -67,7 +68,8 @@ def show() -> int:
 
 
 def pull(name: str) -> int:
-    path = resolve_model(name)
+    with termination_as_interrupt():  # nothing half-fetched stays
+        path = resolve_model(name)
     print(f"{name} is in {path} ({_size(_bytes_in(path))})")
     return 0
 

@@ -6,6 +6,7 @@ resolve the model -> check the port -> start the processes -> say where it liste
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -16,19 +17,21 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from common.checkpoints.cache import default_cache_dir
 from common.checkpoints.resolve import resolve_model
 from common.command_line import CONFIG_FLAG, ENV_PREFIX, Resolved, flag_name, read_config, to_flags
 from common.config import ClusterFlags, EngineFlags
 from common.config_variables import QUIET, warn_of_unknown_variables
+from common.cpu_limits import usable_cores
 from common.errors import ConfigError, TandemError
 from common.logging import configure_logging
 from common.node_http import listen_error
 from tandem.child import ChildSpec
 from tandem.config import ServeConfig
 from tandem.supervisor import Supervisor
+from tandem.termination import is_ignored, termination_as_interrupt
 
 _CONTROL_PORT: Final = 8100
 _DECIDED: Final = {
@@ -55,16 +58,18 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(config.log_level, "serve", log_format=config.log_format)
     warn_of_unknown_variables()
     try:
-        model = resolve_model(config.model)
-        port = available_port(config.host, config.port)
-        specs = make_specs(resolved, model, port, config.control_endpoint or _control_endpoint())
-        for line in ignored_keys(resolved):
-            _report(line)
-        return asyncio.run(run(config, specs, _make_log_dir(config, port)))
+        with termination_as_interrupt():
+            model = resolve_model(config.model)
+            port = available_port(config.host, config.port)
+            specs = make_specs(resolved, model, port, config.control_endpoint or _control_endpoint())
+            for line in ignored_keys(resolved):
+                _report(line)
+            return asyncio.run(run(config, specs, _make_log_dir(config, port)))
     except TandemError as error:
         _report(f"tandem serve: {error.message}")
         return 1
     except KeyboardInterrupt:
+        _report("tandem serve: stopped before anything was started")
         return 0
 
 
@@ -179,13 +184,15 @@ def _check_memory(num_nodes: int, share: float) -> None:
 
 def _recording(path: Path | None, name: str) -> dict[str, object]:
     """Each node records into a file of its own: its name stands before the suffix."""
-    if path is not None and path.is_dir():
+    if path is None:
+        return {}
+    if os.path.isdir(path):  # Path.is_dir would raise for a name that is too long, which the nodes refuse
         raise ConfigError(f"--record-steps is {path}, a folder; name a file, such as {path / 'steps.jsonl'}")
-    return {} if path is None else {"record_steps": path.with_name(f"{path.stem}.{name}{path.suffix}")}
+    return {"record_steps": path.with_name(f"{path.stem}.{name}{path.suffix}")}
 
 
 def threads_per_node(num_nodes: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // num_nodes)
+    return max(1, usable_cores() // num_nodes)
 
 
 def memory_per_node(num_nodes: int, most: float) -> float:
@@ -237,7 +244,7 @@ async def _live(supervisor: Supervisor, config: ServeConfig, specs: Sequence[Chi
     await supervisor.start(config.startup_seconds)
     proxy = specs[0]
     control = proxy.command[proxy.command.index("--control-endpoint") + 1]
-    print(ready_message(config, proxy.health_url, control), flush=True)
+    _say(ready_message(config, proxy.health_url, control), sys.stdout)
     await supervisor.watch()
 
 
@@ -254,7 +261,8 @@ def _stop_on_signals(supervisor: Supervisor) -> asyncio.Event:
             supervisor.kill()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    numbers = [signal.SIGINT, signal.SIGTERM, *([] if is_ignored(signal.SIGHUP) else [signal.SIGHUP])]  # nohup
+    for number in numbers:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     return stop
 
@@ -284,4 +292,10 @@ def _reachable(host: str) -> str:
 
 
 def _report(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    _say(message, sys.stderr)
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """A service does not end because nobody reads what it says, or because that has no room on a disk."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)

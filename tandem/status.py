@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,7 @@ _PLAIN_WIDTH = 120  # of what is no terminal
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = _Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     try:
         endpoint = Endpoint(arguments.url, arguments.api_key)
         asyncio.run(_watch(endpoint, console, arguments.interval) if arguments.watch else _show(endpoint, console))
@@ -37,6 +38,13 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 0
     return 0
+
+
+class _Console(Console):
+    """Leaves a closed pipe (`tandem status --watch | head`) to the command line, which ends well then."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 async def _show(endpoint: Endpoint, console: Console) -> None:
@@ -114,9 +122,12 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _interval(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} must be from 0.1 to 3600 seconds")
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a number of seconds from 0.1 to 3600")
     return seconds
 
 

@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.1
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 
 Report = Callable[[str], None]
-"""Shows one message to the person who started it."""
+"""Shows one message to the person who started it; does not fail, even when nobody is there any more."""
 
 
 class Supervisor:
@@ -33,7 +33,7 @@ class Supervisor:
 
     def __init__(self, specs: Sequence[ChildSpec], log_dir: Path, report: Report) -> None:
         self._report = report
-        self.children = [Child(spec, log_dir / f"{spec.name}.log", self._on_line) for spec in specs]
+        self.children = [Child(spec, log_dir / f"{spec.name}.log", self._on_line, report) for spec in specs]
         self._started: list[Child] = []
         self._is_stopping = False
 
@@ -99,7 +99,7 @@ class Supervisor:
             self._report(f"[{name}] {read.text}")
 
     def _whose_logs(self) -> str:
-        return "logs: " + ", ".join(str(child.log_path) for child in self.children)
+        return "logs: " + ", ".join(str(child.log.path) for child in self.children)
 
 
 async def is_ready(session: aiohttp.ClientSession, url: str) -> bool:
@@ -116,8 +116,9 @@ def describe_death(child: Child) -> str:
     assert code is not None
     how = f"exit status {code}" if code >= 0 else f"signal {_signal_name(-code)}"
     unnamed = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+    log = f"its whole log: {child.log.path}" if child.log.is_whole else f"the first part of its log: {child.log.path}"
     words = last_words(child.tail) or [f"(it named no cause{unnamed})"]
-    return "\n    ".join([f"{child.spec.name} ended with {how}; its whole log: {child.log_path}", *words])
+    return "\n    ".join([f"{child.spec.name} ended with {how}; {log}", *words])
 
 
 def _signal_name(number: int) -> str:

@@ -88,6 +88,17 @@ class StepRecorder:
             log.error("steps are recorded no more: cannot write %s: %s", self._path, error.strerror)
 
 
+def check_can_record(path: Path) -> None:
+    """Raises ConfigError when steps cannot be written there. Changes nothing of a file that is there."""
+    exists = path.exists()
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
+        if not exists:
+            path.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
 def _create(path: Path, first_line: bytes) -> BinaryIO:
     try:
         with ExitStack() as on_error:
@@ -98,10 +109,14 @@ def _create(path: Path, first_line: bytes) -> BinaryIO:
             on_error.pop_all()
             return file
     except OSError as error:
-        raise ConfigError(
-            f"--record-steps is {path}, which cannot be written: {error.strerror};"
-            " name a file in a folder that exists and has room"
-        ) from None
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--record-steps is {path}, which cannot be written: {error.strerror};"
+        " name a file in a folder that exists and has room"
+    )
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class AsyncLLM:
     """A model and its engine, which runs in a thread of its own. Keywords and errors are `LLM`'s. Belongs to the event
     loop that first generates."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, **flags: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **flags: Any) -> None:
         config = make_flags(model, flags)
         model_dir = resolve_model(config.model)
         parts = build_engine(model_dir, config, with_head=True)

@@ -13,8 +13,9 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from common.argument_parser import did_you_mean
-from common.config import EngineFlags, Share
+from common.config import Count, EngineFlags, Share
 from common.config_variables import warn_of_unknown_variables
+from common.cpu_limits import usable_cores
 from common.errors import ConfigError
 
 
@@ -22,16 +23,18 @@ class OfflineFlags(EngineFlags):
     """Throughput counts, not how long a stream waits: larger steps, all cores, more of the memory."""
 
     cpu_memory_utilization: Share = Field(0.5, description="share of this machine's memory for weights and KV blocks")
-    max_num_batched_tokens: int = Field(512, ge=1, description="token budget of a step")
+    max_num_batched_tokens: Count = Field(512, ge=1, description="token budget of a step")
     chat_template: str | None = Field(None, min_length=1, description="file or template instead of the model's own")
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="whether default sampling parameters come from the model's generation_config.json"
     )
-    seed: int = Field(0, description="what seeds are drawn from for prompts whose parameters have none")
+    seed: int = Field(
+        0, ge=-(2**63), lt=2**63, description="what seeds are drawn from for prompts whose parameters have none"
+    )
 
     @property
     def resolved_num_threads(self) -> int:
-        return self.num_threads or len(os.sched_getaffinity(0))
+        return self.num_threads or usable_cores()
 
 
 _WITHOUT_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
@@ -55,7 +58,6 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
     "hf_token": (False,),
     "hf_overrides": ({},),
     "load_format": ("auto",),
-    "quantization": (),
     "kv_cache_dtype": ("auto",),
     "enforce_eager": (True, False),  # steps are always run so
     "compilation_config": (0, {}),
@@ -71,12 +73,15 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
 """By keyword of vLLM's that is none of ours, the values that change nothing here; None is one of each."""
 
 
-def make_flags(model: str, keywords: dict[str, Any]) -> OfflineFlags:
-    """None stands for the default. Raises ConfigError naming the keyword, its value and what is allowed."""
-    given = {name: value for name, value in keywords.items() if _counts(name, value, model)}
+def make_flags(model: str | os.PathLike[str], keywords: dict[str, Any]) -> OfflineFlags:
+    """None stands for the default, a path for its text. Raises ConfigError naming the keyword, its value and what is
+    allowed."""
+    name_of_model: Any = _as_text(model)
+    texts = {name: _as_text(value) for name, value in keywords.items()}
+    given = {name: value for name, value in texts.items() if _counts(name, value, name_of_model)}
     warn_of_unknown_variables(OfflineFlags)
     try:
-        return OfflineFlags(model=model, **given)
+        return OfflineFlags(model=name_of_model, **given)
     except ValidationError as error:
         detail = error.errors()[0]
         name = str(detail["loc"][0]) if detail["loc"] else "LLM"
@@ -99,6 +104,10 @@ def _counts(name: str, value: object, model: str) -> bool:
         advice = f"only {' or '.join(map(repr, without_effect))} is" if without_effect else "leave it out"
         raise ConfigError(f"{name} is {value!r}, which is not supported; {advice}")
     return False
+
+
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _is_same(value: object, other: object) -> bool:

@@ -7,6 +7,7 @@ for output in llm.generate(["The sky is", "2 + 2 ="], SamplingParams(max_tokens=
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +40,7 @@ class LLM:
     Threads may share it: one of them generates, the others wait until it is done.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **flags: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **flags: Any) -> None:
         self._flags = make_flags(model, flags)
         model_dir = resolve_model(self._flags.model)
         parts = build_engine(model_dir, self._flags, with_head=True)

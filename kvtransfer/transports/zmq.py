@@ -22,11 +22,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from common.clock import SystemClock
 from common.errors import ConfigError
+from common.logging import FailureLog
 from common.plane_security import (
     CURVE_OVERHEAD_BYTES,
     HANDSHAKE_FAILURES,
     LOCAL_FETCH,
-    FailureLog,
     PlaneSecurity,
 )
 from kvtransfer.frames import Buffer
@@ -40,6 +40,8 @@ _RECEIVE_HIGH_WATER = 64
 _CLIENT_SEND_HIGH_WATER = 4096  # small frames
 # Long after the owner has closed a lost connection. (-1, never, would also throw away what had come in.)
 _NO_RECONNECT_MS = 3_600_000
+# A client that vanished without a word would keep its connection until the server sends it something.
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 _LOSS_EVENTS: dict[int, str] = {
     zmq.EVENT_CLOSED: "connection refused or closed",
     zmq.EVENT_DISCONNECTED: "connection closed by the peer",
@@ -66,6 +68,8 @@ class ZmqServerPort:
         self._socket.setsockopt(zmq.SNDHWM, _SEND_HIGH_WATER)
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_HIGH_WATER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + CURVE_OVERHEAD_BYTES)
+        for option, value in _KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
 
     def bind(self, endpoints: Sequence[str]) -> None:
         """tcp last: CURVE holds for all binds that follow."""

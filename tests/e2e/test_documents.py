@@ -56,6 +56,7 @@ ELSEWHERE = {
         COMPOSE_TEST,
         "def test_the_file_for_a_gpu_host_is_valid",
     ),
+    "docker compose exec proxy tandem status": (COMPOSE_TEST, "def test_comes_up_with_one_command"),
     "docker compose exec decode tandem env": ("tests/tandem/test_environment.py", "def test_"),  # the GPU host's
 }
 """Commands that the test suite cannot run, each with the file that covers it and what must stand there."""

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from common.config import parse
 from common.engine.engine import Engine
-from common.engine.step_log import StepLogHeader, StepRecorder, read_step_log
+from common.engine.step_log import StepLogHeader, StepRecorder, check_can_record, read_step_log
 from common.engine.step_observers import observed_steps
 from common.engine.step_record import StepRecord
 from common.errors import ConfigError
@@ -107,6 +107,18 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -
         StepRecorder(tmp_path / "none" / "steps.jsonl", HEADER)
     with pytest.raises(ConfigError, match="/dev/full, which cannot be written: No space left"):
         StepRecorder(Path("/dev/full"), HEADER)
+
+
+def test_whether_it_can_be_written_is_known_beforehand_and_leaves_no_trace(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    check_can_record(file)
+    assert not file.exists()
+    file.write_text("of an earlier run")
+    check_can_record(file)
+    assert file.read_text() == "of an earlier run"
+    for path in (tmp_path, tmp_path / "none" / "steps.jsonl"):
+        with pytest.raises(ConfigError, match=f"--record-steps is {path}, which cannot be written"):
+            check_can_record(path)
 
 
 @pytest.mark.parametrize(

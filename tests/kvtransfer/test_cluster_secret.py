@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 import threading
 from collections.abc import Callable
@@ -227,3 +228,17 @@ def test_this_machine_has_an_address() -> None:
     host = host_for_peers("0.0.0.0", None, ["tcp://no-such-host.invalid:1"])
     assert host
     assert host.count(".") == 3
+
+
+@pytest.mark.parametrize("security", [NONE, OURS], ids=["plain", "curve"])
+def test_who_dials_and_says_nothing_is_hung_up_on(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, warned: Warned, security: PlaneSecurity
+) -> None:
+    """Else his connections cost file descriptors for half a minute each."""
+    monkeypatch.setattr("common.plane_security.HANDSHAKE_SECONDS", 0.1)
+    _, source = make_server(ScriptedStore(), endpoints=TCP, transports=having(security))
+    host, port = source.endpoints[0].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        while connection.recv(100):  # until it ends
+            pass
+    warned.wait_for("fell silent during the handshake")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
+import zmq
 
 from benchmarks.slow_link import SlowLink
 from common.errors import ConfigError, UnavailableError
@@ -437,3 +439,38 @@ def test_a_taken_port_fails_fast_and_is_named(make_server: MakeServer) -> None:
     with pytest.raises(ConfigError, match=source.endpoints[0]):
         second.start()
     second.close()
+
+
+def test_who_comes_back_to_talk_nonsense_does_not_fill_the_log(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, source = make_server(ScriptedStore(), endpoints=("tcp://127.0.0.1:0",))
+    with zmq.Context() as context:
+        for _ in range(5):
+            with context.socket(zmq.DEALER) as peer:
+                peer.linger = 5000
+                peer.connect(source.endpoints[0])
+                peer.send(b"nonsense")
+                peer.send_multipart([b"more", b"of it"])
+    deadline = time.monotonic() + 20
+    while server.stats.dropped_frames["invalid"] < 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert caplog.text.count("a fetch client sent a bad message") == 1
+
+
+def test_a_fetch_that_finds_no_file_descriptor_ends_and_the_next_one_works(
+    make_server: MakeServer, make_receiver: MakeReceiver
+) -> None:
+    _, source = make_server(ScriptedStore())
+    receiver = make_receiver()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        error = receiver.fetch(source, 10).listener.wait_ended()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert error == "unreachable: Too many open files"
+    receiver.fetch(source, 10).wait_complete()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -105,6 +107,48 @@ async def test_engine_that_ended_ends_the_node_with_the_cause(scene: Any, wait_f
     with pytest.raises(UnavailableError, match="the engine ended: ZeroDivisionError: books"):
         await asyncio.wait_for(serving, 5)
     await wait_for(lambda: proxy.heard[-1] == m.Goodbye(reason="failed"))
+
+
+async def test_it_outlives_that_its_file_descriptors_run_out_and_says_so(
+    scene: Any, wait_for: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy, _, serving, _ = scene
+    await wait_for(lambda: any(isinstance(message, m.Status) for message in proxy.heard))
+    with no_descriptors_left():
+        await wait_for(lambda: "nearly all of the" in caplog.text)
+    num_heard = len(proxy.heard)
+    await wait_for(lambda: len(proxy.heard) > num_heard)
+    assert not serving.done()
+
+
+async def test_a_proxy_that_cannot_be_dialled_for_lack_of_file_descriptors_is_dialled_later(
+    wait_for: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = Proxy()
+    control = ControlClient("node", [proxy.endpoint], Handler())
+    control._context.socket(zmq.DEALER).close()  # has its threads started
+    listening = asyncio.create_task(proxy.run())
+    with no_descriptors_left():
+        running = asyncio.create_task(control.run())
+        await wait_for(lambda: "Too many open files" in caplog.text)
+        assert control.refusals == [f"cannot dial the proxy at {proxy.endpoint}: Too many open files"]
+    await wait_for(lambda: control.num_joined)
+    for task in (running, listening):
+        task.cancel()
+    await asyncio.gather(running, listening, return_exceptions=True)
+    proxy.close()
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_signal_drains_before_goodbye(scene: Any, wait_for: Callable[..., Any]) -> None:

@@ -336,18 +336,31 @@ def test_values_that_change_nothing_here_are_taken() -> None:
     assert not set(OfflineFlags.model_fields) & set(_WITHOUT_EFFECT), "a flag has an effect"
 
 
+def test_paths_are_as_good_as_their_text() -> None:
+    by_path = make_flags(Path("some/model"), {"tokenizer": Path("some/model"), "chat_template": Path("a.jinja")})
+    assert by_path == make_flags("some/model", {"chat_template": "a.jinja"})
+    with pytest.raises(ConfigError, match="model is 3: must be a valid string"):
+        make_flags(3, {})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
         ({"max_model_length": 8}, "no keyword 'max_model_length', did you mean max_model_len?"),
         ({"max_model_len": 0}, "max_model_len is 0: must be greater than or equal to 1"),
+        ({"max_num_seqs": True}, "max_num_seqs is True: must be a number"),
+        ({"max_num_seqs": 10**26}, "less than or equal to 10000000"),
+        ({"block_size": 16.0}, "block_size is 16.0: must be an integer"),
+        ({"swap_space": float("inf")}, "swap_space is inf: must be a size such as 512MiB or 4GiB"),
+        ({"kv_cache_memory_bytes": float("inf")}, "must be a size such as 512MiB or 4GiB"),
+        ({"record_steps": ""}, "record_steps is '': must not be empty"),
         ({"dtype": "float8"}, "dtype is 'float8': must be 'float32'"),
         ({"max_model_len": 4096}, "4096, the model's context has 256"),
         ({"tensor_paralel_size": 1}, "no keyword 'tensor_paralel_size', did you mean tensor_parallel_size?"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, which is not supported; only 1 is"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size is True, which is not supported"),
         ({"trust_remote_code": True}, "trust_remote_code is True, which is not supported; only False is"),
-        ({"quantization": "awq"}, "quantization is 'awq', which is not supported; leave it out"),
+        ({"quantization": "awq"}, "quantization is 'awq': must be 'none', 'int8', 'int4', 'gguf' or 'auto'"),
         ({"tokenizer": "another"}, "tokenizer is 'another', which is not supported; only '"),
         ({"device": "cuda"}, "device is 'cuda', which is not supported; only 'auto' or 'cpu' is"),
     ],

@@ -108,3 +108,18 @@ async def test_nothing_is_read_from_a_raw_peer(start_proxy: Any, has_server_key:
     context.destroy(linger=0)
     assert not list(proxy.cluster.pool)
     assert not [name for name in await proxy.metrics() if "messages_dropped" in name]
+
+
+@pytest.mark.parametrize("security", [NONE, OURS], ids=["without a secret", "with one"])
+async def test_who_dials_and_says_nothing_is_hung_up_on(
+    start_proxy: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, until: Any, security: Any
+) -> None:
+    """Else his connections cost file descriptors for half a minute each."""
+    monkeypatch.setattr("common.plane_security.HANDSHAKE_SECONDS", 0.1)
+    proxy = await start_proxy(control_security=security)
+    host, port = proxy.cluster.endpoint.removeprefix("tcp://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(10):
+        await reader.read()  # until it ends
+    writer.close()
+    await until(lambda: "fell silent during the handshake" in caplog.text)

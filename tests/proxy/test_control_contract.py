@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+
+import pytest
 
 from common import messages as m
 from common.control import ControlClient
@@ -105,6 +108,21 @@ async def test_a_restarted_proxy_is_another_one(start_proxy: Any, unused_tcp_por
         await until(lambda: second.cluster.pool.is_ready)
         assert node.lost == [old_id]
         assert await ask(second, "again") == "again"
+
+
+@pytest.mark.parametrize(("reason", "level"), [("stopped", logging.INFO), ("failed", logging.WARNING)])
+async def test_a_node_that_was_stopped_is_no_reason_to_worry(
+    proxy: Any, until: Any, caplog: pytest.LogCaptureFixture, reason: str, level: int
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with running(proxy.cluster.endpoint) as node:
+            assert node.client is not None
+            await until(lambda: node.client.num_joined)
+            node.client.broadcast(m.Goodbye(reason=reason))
+        await until(lambda: not proxy.cluster.pool.get("echo"))
+    [record] = [record for record in caplog.records if "node_lost" in record.getMessage()]
+    assert f"it left: {reason}" in record.getMessage()
+    assert record.levelno == level
 
 
 async def test_a_restarted_node_is_another_one(proxy: Any, until: Any) -> None:

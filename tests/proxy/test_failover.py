@@ -7,6 +7,8 @@ import random
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from common import messages as m
 from proxy.admission import AdmissionLimits
@@ -258,6 +260,21 @@ async def test_nonsense_is_dropped_and_its_sender_is_cut_off(proxy: Any, until: 
         await node.send_raw([b"only one frame"])
     await until(lambda: not proxy.cluster.pool.is_ready)
     assert (await proxy.metrics())['tandem:control_messages_dropped_total{model_name="tiny"}'] > 20
+
+
+async def test_who_comes_back_to_talk_nonsense_does_not_fill_the_log(
+    proxy: Any, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = zmq.asyncio.Context()
+    for _ in range(5):
+        socket = context.socket(zmq.DEALER)
+        socket.connect(proxy.cluster.endpoint)
+        await socket.send_multipart([b"only one frame"])
+        await socket.send_multipart([b"only one frame"])
+        socket.close(linger=5000)
+    await until(lambda: sum(link.num_bad_messages for link in proxy.cluster._links.values()) == 10)
+    context.term()
+    assert caplog.text.count("control_message_dropped") == 1
 
 
 # --- who fits -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -124,6 +126,20 @@ async def test_serves_and_stops_cleanly(model_directory: Path, scripted_node: An
     assert proxy.process.returncode == 0, log
     assert "SECRET1" not in log
     assert " stopped" in log
+
+
+async def test_it_takes_the_file_descriptors_it_may_have_and_says_when_they_run_out(model_directory: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # the child begins with it
+    try:
+        async with running(model_directory) as proxy:
+            await proxy.read_until("http_listening")
+            pid = proxy.process.pid
+            assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (min(hard, 2**20), hard)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), hard))
+            assert "allow more (ulimit -n" in await proxy.read_until("nearly")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_running_stream_finishes_within_the_grace_and_the_process_exits_at_once(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tandem.cli import main
+from tandem.endpoint import base_url
 from tests.tandem.scripted_endpoint import Script, ScriptedEndpoint, running_endpoint
 
 Ask = Callable[..., tuple[int, str, str]]
@@ -110,7 +111,8 @@ def test_no_server_and_no_such_model_are_one_clear_line(endpoint: ScriptedEndpoi
     _check_refused(ask("hi\n", url=UNUSED), f"no server answers at {UNUSED} (Connection refused); start one with")
     _check_refused(ask("hi\n", "--model", "huge"), "has no model 'huge', it has tiny, large")
     _check_refused(ask("hi\n", url="ftp://a"), "--url is 'ftp://a', must look like http://127.0.0.1:8000")
-    _check_refused(ask("hi\n", url="http://a:b"), "--url is 'http://a:b', must look like")
+    for url in ("http://a:b", "http://[::1", "http://", "http:", "http:/host", "https:x", "http://a?b", "http://a#b"):
+        _check_refused(ask("hi\n", url=url), f"--url is {url!r}, must look like")
     endpoint.models = []
     _check_refused(ask("hi\n"), "names no model; give one with --model")
     assert not endpoint.asked
@@ -135,6 +137,34 @@ def test_a_failed_answer_is_one_clear_line(endpoint: ScriptedEndpoint, ask: Ask,
     endpoint.answers.append(script)
     _check_refused(ask("hi\nnever asked\n"), message)
     assert len(endpoint.asked) == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+def test_a_line_that_is_no_text_is_one_clear_line(endpoint: ScriptedEndpoint, encoding: str) -> None:
+    endpoint.answers += [Script(["a"]), Script(["b"])]
+    run = [sys.executable, "-m", "tandem", "chat", "--url", endpoint.url]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for line in (b"caf\xe9\n", b"/system caf\xe9\n"):
+        asked = subprocess.run(run, input=b"hi\n" + line + b"ho\n", capture_output=True, env=environment, check=False)
+        assert (asked.returncode, len(endpoint.asked)) == (1, 1)
+        assert asked.stderr.splitlines()[1:] == [b"tandem chat: a line is no UTF-8 text, so it is not sent"]
+        endpoint.asked.clear()
+    for flag in ("--system", "--model"):
+        asked = subprocess.run([*run, flag, b"caf\xe9"], capture_output=True, env=environment, check=False)
+        assert asked.stderr == f"tandem chat: {flag} is no UTF-8 text (see --help)\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("host:80", "http://host:80"),
+        ("http:80", "http://http:80"),
+        (" https://a/v1/ ", "https://a"),
+        ("http://[::1]:8/x/v1", "http://[::1]:8/x"),
+    ],
+)
+def test_urls_that_are_understood(url: str, base: str) -> None:
+    assert base_url(url) == base
 
 
 def _check_refused(result: tuple[int, str, str], message: str) -> None:

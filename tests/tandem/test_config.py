@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
+from pydantic.fields import FieldInfo
 
+from common.command_line import kinds_of
 from common.config import Flags, NodeFlags, parse, to_flags
+from common.config_file import PROCESSES, config_class_of
 from common.config_variables import QUIET, known_variables, warn_of_unknown_variables
 from common.offline.flags import OfflineFlags
 
@@ -65,11 +69,18 @@ def test_a_config_cannot_be_changed() -> None:
         (["--block-size", "12"], "argument --block-size: invalid choice: '12' (choose from"),
         (["--port", "99999"], "--port is '99999': must be less than or equal to 65535"),
         (["--max-num-seqs", "many"], "--max-num-seqs is 'many': must be a valid integer"),
+        (["--proxy", "tcp://a:1,tcp://a:0"], "'tcp://a:0' has the port '0', must be a number from 1 to 65535"),
+        (["--proxy", ","], "--proxy is ,: must name at least one endpoint"),
+        (["--fetch-host", "nohost"], "--fetch-host is 'nohost': 'nohost' is no address to listen at"),
+        (["--host", ""], "--host is '': must not be empty"),
+        (["--cluster-secret-file", ""], "--cluster-secret-file is '': must not be empty"),
+        (["--log-level", "=debug"], "--log-level is '=debug': has the package ''"),
         (["--proxy", "localhost:1"], "--proxy is localhost:1: 'localhost:1' is no endpoint, must look like tcp://"),
         (["--swap-space", "nonsense"], "--swap-space is 'nonsense': must be a size such as 512MiB or 4GiB"),
         (["--swap-space", "-1"], "--swap-space is '-1': must be a size such as 512MiB or 4GiB"),
         (["--swap-space", "1.5.2"], "--swap-space is '1.5.2': must be a size such as 512MiB or 4GiB"),
         (["--swap-space", "9" * 19], f"--swap-space is '{'9' * 19}': must be a size such as"),
+        (["--swap-space", "9" * 18], "must be at most 1024TiB"),
         (["--kv-cache-memory-bytes", "1e9"], "--kv-cache-memory-bytes is '1e9': must be a size such as"),
         (["--kv-cache-memory-bytes", "2XB"], "--kv-cache-memory-bytes is '2XB': must be a size such as 512MiB or 4GiB"),
         (["a", "--model", "b"], "'a' and --model are both given"),
@@ -84,8 +95,72 @@ def test_a_wrong_flag_is_one_clear_line_and_status_2(
         parse(NodeFlags, argv, prog="tandem decode")
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"tandem decode: {message}")
+    assert error.startswith("tandem decode: ")
+    assert message in error
     assert error.count("\n") == 1
+
+
+CONFIG_CLASSES = [*map(config_class_of, PROCESSES), OfflineFlags]
+
+
+@pytest.mark.parametrize("config_class", CONFIG_CLASSES)
+def test_every_number_has_a_limit_that_the_refusal_names(config_class: type[Flags]) -> None:
+    """What is too large would fail later, somewhere: after the model was loaded, or as a wait that never ends."""
+    numbers = {name: kinds_of(field.annotation) & {int, float, ByteSize} for name, field in fields(config_class)}
+    assert sum(map(bool, numbers.values())) >= 10
+    for name in (name for name, kinds in numbers.items() if kinds):
+        for value in ("9" * 26, "inf", "nan", 10**26, -(10**26), math.inf, math.nan, True):
+            with pytest.raises(ValidationError, match=NAMES_WHAT_IS_ALLOWED):
+                config_class(**{name: value})
+
+
+NAMES_WHAT_IS_ALLOWED = r"less than|greater than|size such as|1024TiB|must be a|valid (integer|number)|8, 16 or 32"
+
+
+@pytest.mark.parametrize("config_class", CONFIG_CLASSES)
+def test_text_that_is_no_name_is_refused(config_class: type[Flags]) -> None:
+    texts = [name for name, field in fields(config_class) if kinds_of(field.annotation) & {str, Path}]
+    assert "log_level" in texts
+    for name in texts:
+        for value in ("", "a\0b"):
+            with pytest.raises(ValidationError, match=f"{name}\n"):
+                config_class(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("process", "flag", "value", "message"),
+    [
+        ("prefill", "--fetch-advertise", "foo", "'foo' is no endpoint"),
+        ("prefill", "--fetch-advertise", "tcp://127.0.0.1:0", "has the port '0'"),
+        ("prefill", "--fetch-advertise", "", "must not be empty"),
+        ("proxy", "--control-endpoint", "tcp://127.0.0.1:99999", "has the port '99999', must be a number from 0 to"),
+        ("proxy", "--control-endpoint", "tcp://nohost:1", "'nohost' is no address to listen at"),
+        ("serve", "--control-endpoint", "tcp://127.0.0.1:99999", "has the port '99999', must be a number from 1 to"),
+        ("serve", "--control-endpoint", "tcp://127.0.0.1:0", "has the port '0'"),
+        ("serve", "--control-endpoint", "tcp://nohost:1", "'nohost' is no address to listen at"),
+    ],
+)
+def test_endpoints_are_checked_before_anything_is_started(
+    process: str, flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_class = config_class_of(process)
+    assert issubclass(config_class, Flags)
+    with pytest.raises(SystemExit):
+        parse(config_class, [flag, value])
+    error = capsys.readouterr().err
+    assert f"{flag} is {value!r}: " in error
+    assert message in error
+
+
+def fields(config_class: type[Flags]) -> list[tuple[str, FieldInfo]]:
+    return list(config_class.model_fields.items())
+
+
+def test_numbers_are_not_bent_until_they_fit() -> None:
+    for name, value in {"max_num_seqs": True, "block_size": 16.0, "port": 80.0, "cpu_memory_utilization": True}.items():
+        with pytest.raises(ValidationError, match=r"must be (a number|an integer)"):
+            NodeFlags(**{name: value})
+    assert NodeFlags(swap_space=1.5, cpu_memory_utilization=1).swap_space == 3 * 2**29
 
 
 def test_a_wrong_environment_variable_is_named(
@@ -155,7 +230,12 @@ def test_every_process_says_it_once_and_goes_on(tmp_path: Path) -> None:
         assert result.returncode == 1
         [warning] = [line for line in result.stderr.splitlines() if "TANDEM_MAX_NUM_SEQ," in line]
         assert json.loads(warning)["level"] == "warning"
-        assert result.stderr.splitlines()[-1].startswith(f"tandem {command}: ")
+        last = result.stderr.splitlines()[-1]
+        if command == "serve":  # speaks to a person
+            assert last.startswith("tandem serve: ")
+        else:
+            assert json.loads(last)["level"] == "error"
+            assert "is neither an alias" in json.loads(last)["message"]
     shown = run("config", "decode")
     assert shown.returncode == 0
     assert shown.stderr.count("TANDEM_MAX_NUM_SEQS?") == 1

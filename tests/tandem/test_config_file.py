@@ -146,6 +146,7 @@ def test_an_empty_file_says_nothing(write: Write) -> None:
         ("port: {a: 1}", ":1: port must be a value or a list of values"),
         ("proxy_args: [[a]]", ":1: proxy_args must be a value or a list of values"),
         ("[a]: 1", ":1: a key must be the name of a flag"),
+        ("model: " + "[" * 5000, ": no valid YAML for flags: it is nested far too deeply"),
         ("- port", ": must be a mapping of flag names to values, such as"),
         ("port: [1", ":1: no valid YAML: "),
         ("port: 1\n---\nport: 2", ":2: no valid YAML: "),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.dispatch import cpu_choice
 from tandem.cli import main
 from tandem.environment import cpu_features, found
 
@@ -21,10 +22,16 @@ def test_it_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "GiB (" in lines["memory limit"]
     assert "rms_norm" in lines["kernels"]
     assert lines["kernels"].startswith("cpu (")
+    assert f" - {cpu_choice().name}, {cpu_choice().why}; --cpu-kernels also takes " in lines["kernels"]
     assert "for a node by default; torch by itself" in lines["threads"]
     assert "smollm2-135m-instruct" in lines["model aliases"]
     assert "TANDEM_API_KEY" in lines["variables set"]
     assert "hidden" not in out
+
+
+def test_without_a_home_all_else_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE_DIR", "~nobody-has-this-name/cache")
+    assert dict(found())["cache"].startswith("unknown: no home folder")
 
 
 @pytest.mark.parametrize(("text", "features"), [(X86, "sse4_2 avx2 amx_bf16"), (ARM, "asimd bf16 sve"), ("", "")])

@@ -40,6 +40,13 @@ def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     ClusterSecret(first)
 
 
+def test_no_secret_looks_like_a_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([f"-{'a' * 42}", f"--{'b' * 41}", f"c-{'d' * 41}"])
+    monkeypatch.setattr("secrets.token_urlsafe", lambda _: next(made))
+    assert main(["keygen"]) == 0
+    assert capsys.readouterr().out.startswith("c-d")
+
+
 def test_an_existing_file_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "secret"
     path.write_text("precious")

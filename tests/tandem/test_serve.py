@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import os
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from decode_node.config import DecodeConfig
 from tandem import serve
 from tandem.child import ChildSpec
 from tandem.config import ServeConfig
+from tandem.supervisor import Supervisor
 
 MakeSpec = Callable[..., ChildSpec]
 
@@ -87,7 +91,7 @@ def test_what_is_passed_on_is_understood_by_every_process() -> None:
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(serve, "usable_cores", lambda: 8)
     assert [serve.threads_per_node(n) for n in (1, 2, 3, 20)] == [8, 4, 2, 1]
     assert _flag(_specs("--num-threads", "3")[1], "--num-threads") == "3"
 
@@ -111,6 +115,7 @@ def test_sizes_keep_their_unit_on_the_way_to_the_nodes() -> None:
 def test_a_folder_is_no_record_of_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a folder"):
         _specs("--record-steps", str(tmp_path))
+    assert "x.decode" in _flag(_specs("--record-steps", "x" * 300)[2], "--record-steps")  # left to the node to refuse
 
 
 def test_a_port_in_use_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -172,6 +177,67 @@ async def test_a_vital_death_ends_it_with_an_error(child_spec: MakeSpec, log_dir
     proxy = child_spec("proxy", "proxy", "--control-endpoint", "tcp://127.0.0.1:1")
     with pytest.raises(UnavailableError, match=r"decode ended with exit status 7(.|\n)*out of luck"):
         await serve.run(_config(), [proxy, child_spec("decode", "decode", "dies")], log_dir)
+
+
+class _Stream(io.StringIO):
+    """Keeps what is written, says when a text is among it, and may fail as a pipe that nobody reads or a full disk."""
+
+    def __init__(self, awaited: str, error: OSError | None = None) -> None:
+        super().__init__()
+        self.has_come = asyncio.Event()
+        self._awaited = awaited
+        self._error = error
+
+    def flush(self) -> None:
+        if self._awaited in self.getvalue():
+            self.has_come.set()
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])
+async def test_it_goes_on_when_what_it_says_goes_nowhere(
+    child_spec: MakeSpec, log_dir: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    out, err = _Stream("Ready", error), _Stream("The service goes on without it", error)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    made: list[Supervisor] = []
+    monkeypatch.setattr(serve, "Supervisor", lambda *parts: made.append(Supervisor(*parts)) or made[0])
+    proxy = child_spec("proxy", "proxy", "--control-endpoint", "tcp://127.0.0.1:1")
+    specs = [proxy, child_spec("prefill", "prefill"), child_spec("decode", "decode")]
+    run = asyncio.create_task(serve.run(_config(), specs, log_dir))
+    async with asyncio.timeout(60):
+        await _unless_ended(run, out.has_come)
+        made[0].children[1].kill()
+        await _unless_ended(run, err.has_come)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await run == 0
+
+
+async def _unless_ended(run: asyncio.Task[int], event: asyncio.Event) -> None:
+    came = asyncio.create_task(event.wait())
+    await asyncio.wait({run, came}, return_when=asyncio.FIRST_COMPLETED)
+    came.cancel()
+    assert not run.done()
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+async def test_a_hangup_ends_it_unless_nohup_has_it_ignored(
+    child_spec: MakeSpec, log_dir: Path, monkeypatch: pytest.MonkeyPatch, is_ignored: bool
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    err = _Stream("Starting")
+    monkeypatch.setattr(sys, "stderr", err)
+    try:
+        run = asyncio.create_task(serve.run(_config(), [child_spec("decode", "decode", "never")], log_dir))
+        async with asyncio.timeout(60):
+            await _unless_ended(run, err.has_come)
+            assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) is is_ignored
+            os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGHUP)
+            assert await run == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # --- with a config file ---------------------------------------------------------------------------------------------

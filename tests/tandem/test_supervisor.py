@@ -79,6 +79,14 @@ async def test_one_that_fails_to_start_is_named_with_its_last_words(child_spec: 
     assert caught.value.message == f"decode ended with exit status 3; its whole log: {log}\n    cannot load the model"
 
 
+async def test_a_log_that_cannot_be_written_is_told_and_not_called_whole(child_spec: MakeSpec, log_dir: Path) -> None:
+    (log_dir / "decode.log").symlink_to("/dev/full")
+    async with supervising([child_spec("decode", "decode", "fails")], log_dir) as (supervisor, reports):
+        with pytest.raises(UnavailableError, match=r"exit status 3; the first part of its log: (.|\n)*load the model"):
+            await supervisor.start(30)
+        assert [report for report in reports if "cannot be written (No space left on device)" in report] == reports[:1]
+
+
 async def test_one_that_never_gets_ready_ends_the_wait(child_spec: MakeSpec, log_dir: Path) -> None:
     async with supervising([child_spec("decode", "decode", "never")], log_dir) as (supervisor, _):
         with pytest.raises(UnavailableError, match=r"not ready after 1 s.*decode\.log"):
