@@ -75,7 +75,7 @@ SHORTENED = {
 TYPED = {"tandem chat": "What is the capital of France?\n"}
 PRINTED = {
     "tandem chat": r"Paris[\s\S]*\d tokens/s",
-    "tandem status --watch": r"decode +\w+ +joined",
+    "tandem status --watch": r"decode +[\w-]+ +joined",
     "tandem models": r"smollm2-135m-instruct .* ready",
     "tandem config decode --max-num-seqs 8": r"max_num_seqs: 8 +# --max-num-seqs",
     "tandem config decode --config tandem.yaml": r"max_num_seqs: 16 +# \S*tandem.yaml:\d",

@@ -68,7 +68,7 @@ def finished(one: Generator, request: Request) -> list[Hypothesis]:
 
 def check(found: list[Hypothesis], right: list[Found]) -> None:
     """Where two scores tie within rounding, either may be first."""
-    assert [one.score for one in found] == pytest.approx([one.score for one in right], abs=1e-4)
+    assert [one.score for one in found] == pytest.approx([one.score for one in right], abs=1e-4, rel=1e-5)
     scores = [one.score for one in right]
     for place, (mine, other) in enumerate(zip(found, right, strict=True)):
         neighbours = [*scores[max(place - 1, 0) : place], *scores[place + 1 : place + 2]]
