@@ -67,7 +67,9 @@ FAST = {"README.md"}
 NO_UNKNOWN_EXTRA = r"\A(?![\s\S]*does not provide)[\s\S]*Would install tandem-serve"
 SHORTENED = {
     "tandem chat": "tandem chat --temperature 0 --max-tokens 32",  # a drawn answer may go on and on
+    "python -m benchmarks.kernels": "python -m benchmarks.kernels --only small",  # the others may miss a target
     "python -m benchmarks.sampling": "python -m benchmarks.sampling --quick",
+    "python -m benchmarks.serve": "python -m benchmarks.serve --rounds 1",
     "make bench-engine": 'make bench-engine ARGS="--only memory --rounds 1"',
 }
 """What ends sooner, or surely, in the place of a command."""
