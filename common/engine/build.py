@@ -67,7 +67,13 @@ def build_engine(model_dir: Path, flags: EngineFlags, *, with_head: bool) -> Eng
     max_model_len = resolve_max_model_len(flags.max_model_len, config)
     kernels = use_kernels(flags)
     precision = resolve_precision(model_dir, config, flags)
-    layout = make_layout(config, flags.block_size, precision.dtype, precision.quantization)
+    layout = make_layout(
+        config,
+        flags.block_size,
+        precision.dtype,
+        precision.quantization,
+        exact_activations=flags.exact_activations,
+    )
     limits = _scheduler_config(flags, max_model_len, with_head=with_head)
     check_memory_flags(flags, limits)
     _warn_of_flags_without_effect(flags, limits)

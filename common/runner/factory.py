@@ -40,15 +40,25 @@ def resolve_precision(model_dir: Path, config: ModelConfig, flags: EngineFlags) 
     return Precision(_resolve_dtype(flags, config), _resolve_quantization(flags, model_dir))
 
 
-def make_layout(config: ModelConfig, block_size: int, dtype: KVDType, quantization: Quantization = "none") -> KVLayout:
-    """The fingerprint tells apart what computes other KV: nodes with other weights or another precision of them."""
+def make_layout(
+    config: ModelConfig,
+    block_size: int,
+    dtype: KVDType,
+    quantization: Quantization = "none",
+    *,
+    exact_activations: bool = False,
+) -> KVLayout:
+    """The fingerprint tells apart what computes other KV: nodes with other weights, or another precision of weights or
+    activations."""
+    rounds = (dtype, quantization) != ("float32", "none")  # else activations are exact whatever the flag says
+    exact = ":exact" if exact_activations and rounds else ""
     return KVLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
         dtype=dtype,
-        model_fingerprint=f"{config.fingerprint}:{dtype}:{quantization}",
+        model_fingerprint=f"{config.fingerprint}:{dtype}:{quantization}{exact}",
     )
 
 

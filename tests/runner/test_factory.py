@@ -132,6 +132,9 @@ def test_nodes_with_other_numbers_do_not_exchange_blocks_and_can_say_why(tiny_di
     assert "model_fingerprint" in layouts[5].describe()
     assert f"{config.fingerprint}:bfloat16:int8" in layouts[5].describe()
     assert make_layout(config, 16, "bfloat16", "int8").fingerprint == layouts[5].fingerprint
+    exact = [make_layout(config, 16, "float32", form, exact_activations=True) for form in ("none", "int8")]
+    assert exact[0].fingerprint == layouts[0].fingerprint  # nothing is rounded there anyway
+    assert exact[1].fingerprint not in {layout.fingerprint for layout in layouts}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "gguf"])
