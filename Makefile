@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-long test-compose test-sanitized lint docs format bench bench-engine bench-sampling clean
+.PHONY: help serve install install-dev test test-long test-compose test-sanitized lint docs format bench bench-engine bench-sampling bench-kernels clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,8 +54,11 @@ bench-engine: install-dev  ## KV memory and scheduling beside the plain ways, so
 bench-sampling: install-dev  ## what drawing tokens costs of a step, by parameter
 	$(BIN)/python -m benchmarks.sampling $(ARGS)
 
+bench-kernels: install-dev  ## each CPU kernel against what a core can do at best
+	$(BIN)/python -m benchmarks.kernels $(ARGS)
+
 clean:  ## removes the virtual environment and all caches of the tools (not the models)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf kernels/cpu/_native*.so $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # --- the virtual environment ---------------------------------------------------------------------------------------
 
