@@ -81,6 +81,8 @@ def check_kind(value: object, kinds: set[object]) -> None:
     is_number = bool(kinds & {int, float, ByteSize})
     if isinstance(value, bool) and is_number and bool not in kinds:
         raise ValueError("must be a number")
+    if isinstance(value, int | float) and bool in kinds and not is_number and not isinstance(value, bool):
+        raise ValueError("must be true or false")
     if isinstance(value, float) and int in kinds:
         raise ValueError("must be an integer")
     if isinstance(value, str) and kinds & {str, Path}:

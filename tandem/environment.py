@@ -21,8 +21,8 @@ from common.config import default_num_threads
 from common.cpu_limits import usable_cores
 from common.errors import ConfigError
 from common.runner.process_memory import Bound, ProcessMemory
-from kernels.cpu.native import instruction_sets
-from kernels.dispatch import REFERENCE, cpu_choice, picked
+from kernels.cpu.native import NativeKernelsError, instruction_sets
+from kernels.dispatch import AUTO, REFERENCE, picked, use_cpu_kernels
 
 _PACKAGES = (
     "tandem-serve",
@@ -46,6 +46,7 @@ _FEATURES = (
     *("amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
+_CPU_KERNELS = "TANDEM_CPU_KERNELS"
 _VARIABLES = ("TANDEM_", "OMP_", "MKL_", "HF_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
 
 
@@ -129,11 +130,14 @@ def _kernels(torch: ModuleType | None) -> str:
     else:
         build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         why = f"no GPU is usable, torch is built {build}"
+    try:
+        choice = use_cpu_kernels(os.environ.get(_CPU_KERNELS, AUTO))
+    except NativeKernelsError as error:
+        return f"none for {_CPU_KERNELS}: {error}"
     ops = defaultdict(list)
     for op, place in picked("cpu").items():
         ops[place.rpartition(".")[0]].append(op)
     served = "; ".join(f"{module}: {', '.join(names)}" for module, names in ops.items())
-    choice = cpu_choice()
     others = [name for name in (*instruction_sets(), REFERENCE) if name != choice.name]
     there_are = f"; --cpu-kernels also takes {', '.join(others)}" if others else ""
     return f"cpu ({why}) - {choice.name}, {choice.why}{there_are} - {served}"

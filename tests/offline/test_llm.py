@@ -348,6 +348,7 @@ def test_paths_are_as_good_as_their_text() -> None:
     [
         ({"max_model_length": 8}, "no keyword 'max_model_length', did you mean max_model_len?"),
         ({"max_model_len": 0}, "max_model_len is 0: must be greater than or equal to 1"),
+        ({"exact_activations": 1}, "exact_activations is 1: must be true or false"),
         ({"max_num_seqs": True}, "max_num_seqs is True: must be a number"),
         ({"max_num_seqs": 10**26}, "less than or equal to 10000000"),
         ({"block_size": 16.0}, "block_size is 16.0: must be an integer"),

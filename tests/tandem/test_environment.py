@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.dispatch import cpu_choice
+from kernels.dispatch import cpu_choice, use_cpu_kernels
 from tandem.cli import main
 from tandem.environment import cpu_features, found
 
@@ -27,6 +27,18 @@ def test_it_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "smollm2-135m-instruct" in lines["model aliases"]
     assert "TANDEM_API_KEY" in lines["variables set"]
     assert "hidden" not in out
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown"), [("reference", " - reference, as the flag says"), ("abacus", "none for TANDEM_CPU_KERNELS: ")]
+)
+def test_kernels_are_those_that_the_environment_asks_for(
+    wanted: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_CPU_KERNELS", wanted)
+    assert shown in dict(found())["kernels"]
+    monkeypatch.undo()
+    use_cpu_kernels()  # for whatever runs after this
 
 
 def test_without_a_home_all_else_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
