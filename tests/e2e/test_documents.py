@@ -70,6 +70,7 @@ SHORTENED = {
     "python -m benchmarks.kernels": "python -m benchmarks.kernels --only small",  # the others may miss a target
     "python -m benchmarks.sampling": "python -m benchmarks.sampling --quick",
     "python -m benchmarks.serve": "python -m benchmarks.serve --rounds 1",
+    "python -m benchmarks.step": "python -m benchmarks.step --rounds 1",
     "make bench-engine": 'make bench-engine ARGS="--only memory --rounds 1"',
 }
 """What ends sooner, or surely, in the place of a command."""

@@ -20,7 +20,7 @@ def make_weight(form: str, num_out: int, num_in: int) -> torch.Tensor | Quantize
     if form in ("float32", "bfloat16"):
         return weight.to(getattr(torch, form))
     kind, _, group_size = form.partition("-")
-    return quantize(weight, kind, int(group_size or 0))  # type: ignore[arg-type]
+    return quantize(weight, kind, int(group_size or 0))
 
 
 def make_parts(form: str, has_bias: bool, attention: AttentionOptions) -> DecoderLayerParts:

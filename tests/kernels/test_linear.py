@@ -36,10 +36,10 @@ class Form:
         if self.format == "float32" or self.format == "bfloat16":
             return weight.to(getattr(torch, self.format))
         if self.group_size == 0 or self.has_offsets:
-            return quantize(weight, self.format, self.group_size)  # type: ignore[arg-type]
+            return quantize(weight, self.format, self.group_size)
         q = torch.randint(0, 256 if self.format == "int8" else 16, (num_out, num_in), dtype=torch.uint8)
         scales = torch.randn(num_out, num_in // self.group_size).half()  # of either sign, as Q4_0 has them
-        return QuantizedWeight(self.format, q, scales, None, self.group_size)  # type: ignore[arg-type]
+        return QuantizedWeight(self.format, q, scales, None, self.group_size)
 
 
 FORMS = [
@@ -154,7 +154,7 @@ def test_activations_of_any_size_round_to_int8(native_kernels: UseKernels, form:
     torch.manual_seed(3)
     weight, x = form.make(20, 256), torch.randn(3, 256) * size
     got = ops.linear(x, ops.pack_weight(weight))
-    right = x.double() @ (weight.dequantized().double()).T  # type: ignore[union-attr]
+    right = x.double() @ (weight.dequantized().double()).T
     size_of_terms = x.double().abs() @ size_of(weight).T
     assert ((got.double() - right).abs() <= 0.02 * size_of_terms + 1e-32).all()
     assert size == 0 or size < 1e-30 or got.any()
@@ -204,7 +204,7 @@ def test_quantising_rounds_to_the_nearest(form: Form, num_out: int, num_groups: 
 
 
 def form_of(weight: torch.Tensor, form: Form) -> QuantizedWeight:
-    return quantize(weight, form.format, form.group_size)  # type: ignore[arg-type]
+    return quantize(weight, form.format, form.group_size)
 
 
 @pytest.mark.parametrize("form", [Form("int8"), Form("int4", 32, True)], ids=str)

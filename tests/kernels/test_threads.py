@@ -94,7 +94,7 @@ def test_machines_come_and_go(native_kernels: UseKernels) -> None:
 
 def test_no_threads_are_refused() -> None:
     with pytest.raises(ValueError, match="num_threads is 0, must be at least 1"):
-        native._compiled.Machine(native.instruction_sets()[0], 0)  # type: ignore[union-attr]
+        native._compiled.Machine(native.instruction_sets()[0], 0)
 
 
 def test_a_forked_child_computes_and_ends() -> None:
